@@ -163,8 +163,9 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            f"error: torch.cuda.is_available() is False here: {machine.why_no_gpu()}. A driver must be as new as the "
-            "CUDA that torch was built for. --device cpu tries what makes sense without."
+            f"error: torch.cuda.is_available() is False: {machine.why_no_gpu()}. Install a driver "
+            "that supports the CUDA version of torch, or use --device cpu for the checks that "
+            "need no GPU."
         )
     environment = {"device": device} | machine.gpu_environment(ROOT)
     num_gpus = len(environment.get("gpus", ()))

@@ -41,7 +41,9 @@ class Classifier(pl.LightningModule):  # your own module
         return LARS(param_groups(self, weight_decay=1e-4), lr=5.0, momentum=0.9)
 
     def on_train_start(self):
-        self.print(f"on {self.trainer.world_size} ranks from step {self.global_step}")
+        self.print(
+            f"Training on {self.trainer.world_size} ranks, starting at step {self.global_step}"
+        )
 
 
 def train(folder, kill_at_step=None):
@@ -59,7 +61,7 @@ def train(folder, kill_at_step=None):
         "logger": False,
         "enable_model_summary": False,
     }
-    # "_fork" because this script fits three times; usually it is "hybrid_allreduce".
+    # "_fork" because this script fits three times. Otherwise use "hybrid_allreduce".
     trainer = pl.Trainer(
         strategy="hybrid_allreduce_fork",
         precision="16-true",
@@ -76,16 +78,18 @@ def train(folder, kill_at_step=None):
 
 
 if __name__ == "__main__":
-    runs = "quickstart"  # a folder here; train("quickstart/undisturbed") again would go on where that run ended
+    runs = "quickstart"  # folder of the runs; a second train() in it resumes
     shutil.rmtree(runs, ignore_errors=True)
-    print("1/3 two processes train, undisturbed")
+    print("1/3 Two processes train without interruption.")
     undisturbed = train(f"{runs}/undisturbed")
-    print("2/3 the same again: process 1 is killed at step 50")
+    print("2/3 The same again, but process 1 is killed at step 50.")
     try:
         train(f"{runs}/killed_and_resumed", kill_at_step=50)
     except Exception as error:
         print(error)
-    print("3/3 the same line once more: it goes on from the last checkpoint")
+    print("3/3 The same call again resumes from the last checkpoint.")
     resumed = train(f"{runs}/killed_and_resumed")
-    print("same bits:", all(torch.equal(resumed[name], undisturbed[name]) for name in resumed))
+    print(
+        "identical weights:", all(torch.equal(resumed[name], undisturbed[name]) for name in resumed)
+    )
     print(f"report: {runs}/killed_and_resumed/run.html")

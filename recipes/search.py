@@ -87,13 +87,13 @@ def main(cfg: DictConfig) -> float | None:
     report.write(folder, search.study, rounds)
     print(f"\n{report.table(rounds)}\n\nwritten to {folder.resolve()}")
     if not search.is_complete():
-        print("not complete: run it again with the same hydra.run.dir")
+        print("The search is not complete. Run it again with the same hydra.run.dir to continue.")
     best = report.best(rounds)
     if best is None:
-        raise SystemExit("error: no trial was done; the table says why.")
+        raise SystemExit("error: no trial was completed. See the reasons in the table.")
     for key in report.edges(best):
         print(
-            f"the best {key} lies at an end of its range: widen axes.{key}.low or axes.{key}.high"
+            f"The best {key} lies at an end of its range. Widen axes.{key}.low or axes.{key}.high."
         )
     print(f"best: {' '.join(overrides_of(best.params))}", flush=True)
     return best.value

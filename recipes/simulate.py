@@ -70,7 +70,7 @@ KEYS: dict[str, Any] = {
     "cluster.watts_per_node": Positive | None,
     "cluster.price_per_node_hour": Positive | None,
 }
-"""Keys of conf/simulate.yaml and conf/cluster, and what each must hold."""
+"""Keys of conf/simulate.yaml and conf/cluster, with the types of their values."""
 
 
 def network_of(cfg: DictConfig) -> nn.Module:
@@ -99,9 +99,9 @@ def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
     if cfg.cluster.peak_flops is not None and flops:
         return PEAK_SHARE * cfg.cluster.peak_flops / flops, True
     raise ValueError(
-        f"`images_per_s` (=null) must be given: {cfg.cluster.about} has no rate for model={model_name}. It is what "
-        "one device alone trains per second: measure it, or look it up, and give images_per_s=<rate>, or "
-        "cluster.peak_flops=<FLOP/s> for an estimate."
+        f"`images_per_s` (=null) is required, because {cfg.cluster.about} has no throughput "
+        f"for model={model_name}. Set images_per_s to the number of images that one device "
+        "trains per second, or set cluster.peak_flops=<FLOP/s> to estimate it."
     )
 
 
@@ -192,8 +192,8 @@ def comparison(cfg: DictConfig) -> str:
     prices = list(cfg.prices_per_node_hour or [])
     if prices and len(prices) != len(names):
         raise ValueError(
-            f"`prices_per_node_hour` (={prices}) must have a price for each of `compare` (={names}): the order is the "
-            "same. Give as many, or leave it out."
+            f"`prices_per_node_hour` (={prices}) must have one price for each of `compare` "
+            f"(={names}), in the same order. Set as many prices, or leave it out."
         )
     differing = ("cluster=", "compare=", "prices_per_node_hour=")
     shared = []
@@ -227,7 +227,7 @@ def check_pictures(cfg: DictConfig) -> None:
     """
     if cfg.pictures and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "`pictures` (=true) must have matplotlib, which is not installed. Install it with: pip install "
+            "`pictures` (=true) needs matplotlib, which is not installed. Run pip install "
             "'lightning-hybrid[report]', or leave pictures=true out."
         )
 

@@ -85,13 +85,15 @@ def check_tune_keys(cfg: DictConfig) -> None:
         and num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1
     ):
         raise ValueError(
-            f"`world.devices` (={cfg.world.devices}) must make two ranks or more with `world.num_nodes` "
-            f"(={cfg.world.num_nodes}): links are between ranks, and one has none. Give world.devices=<ranks of a "
-            "node>, or start it by torchrun on several nodes."
+            f"`world.devices` (={cfg.world.devices}) and `world.num_nodes` "
+            f"(={cfg.world.num_nodes}) must give at least two ranks, because links between ranks "
+            "are measured. Set world.devices=<ranks of a node>, or start it with torchrun on "
+            "several nodes."
         )
     if not str(cfg.name).isidentifier():
         raise ValueError(
-            f"`name` (={cfg.name}) must be letters, digits and _: it becomes cluster=<name>."
+            f"`name` (={cfg.name}) must consist of letters, digits and _, because it is used as "
+            "cluster=<name>. Set another name."
         )
     folder = Path(cfg.run_dir)
     try:
@@ -101,8 +103,8 @@ def check_tune_keys(cfg: DictConfig) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"`hydra.run.dir` (={folder}) must be a folder that can be written: {error.strerror}. What is measured "
-            "would be lost: give hydra.run.dir=<folder>."
+            f"`hydra.run.dir` (={folder}) must be a writable folder: {error.strerror}. Set "
+            "hydra.run.dir=<folder>, so that the measurements are not lost."
         ) from error
 
 
@@ -155,10 +157,10 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
         dist.all_gather_object(answers, asdict(asked))
     except RuntimeError as error:
         raise ValueError(
-            f"`world` (={fabric.world_size} ranks) must be able to connect: {first_line(error)}. Are all "
-            f"ranks started, within measure.timeout_s={asked.timeout_s:g} s of each other? Do they reach each other on "
-            "the interface that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the "
-            "host's name?"
+            f"`world` (={fabric.world_size} ranks) must be able to connect: {first_line(error)}. "
+            f"Start all ranks within measure.timeout_s={asked.timeout_s:g} s of each other, and "
+            "check that they reach each other on the interface that GLOO_SOCKET_IFNAME (on GPUs "
+            "NCCL_SOCKET_IFNAME) names, or, if unset, on that of the host's name."
         ) from error
     check_same_on_all_ranks(answers)
     validate(topology)

@@ -20,7 +20,7 @@ from recipes.benchmarks.report import Timing
 from recipes.cli.ranges import Count, CountOrZero, NotNegative
 
 BACKEND = "torch"
-"""Name of the arm that is the backend's own all-reduce on the default group: what everything is compared with."""
+"""Name of the reference variant, which is the backend's own all-reduce on the default group."""
 
 MAX_CALLS = 1000
 DTYPES = ("float32", "float16", "bfloat16")
@@ -56,12 +56,13 @@ class AllReduceBench:
     def __post_init__(self) -> None:
         if not 0 < self.min_bytes <= self.max_bytes or self.factor < 2:
             raise ValueError(
-                f"`min_bytes`, `max_bytes`, `factor` (={self.min_bytes}, {self.max_bytes}, {self.factor}) must be "
-                "ascending sizes and a whole number above 1: sizes are min_bytes * factor**k up to max_bytes."
+                f"`min_bytes`, `max_bytes`, `factor` (={self.min_bytes}, {self.max_bytes}, "
+                f"{self.factor}) must be two ascending sizes and a whole number above 1. The sizes "
+                "are min_bytes * factor**k, up to max_bytes."
             )
         for name in self.dtypes:
             if name not in DTYPES:
-                raise ValueError(f"`dtypes` (={name}) must be some of {', '.join(DTYPES)}.")
+                raise ValueError(f"`dtypes` (={name}) must be one or more of {', '.join(DTYPES)}.")
         for name in self.algorithms or ():
             CommPlan(algorithm=name)  # type: ignore[arg-type]  # raises if the name is unknown
 
@@ -128,7 +129,8 @@ class AllReduceBench:
             arm(ones)
             if not torch.equal(ones, torch.full_like(ones, topology.world_size)):
                 raise RuntimeError(
-                    f"`{name}` gave a wrong sum of {num_bytes} bytes in {dtype} on rank {topology.rank}"
+                    f"`{name}` computed a wrong all-reduce of {num_bytes} bytes in {dtype} on rank "
+                    f"{topology.rank}"
                 )
         # sums of zeros never overflow
         flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)

@@ -35,7 +35,7 @@ from recipes.benchmarks.report import Timing
 from recipes.cli.ranges import CountOrZero, NotNegative
 
 PLANNED = "planned"
-"""Name of the arm whose plan the planner chooses."""
+"""Name of the variant whose plan the planner chooses."""
 
 ALGORITHMS = {
     "per_tensor_ring": "flat",
@@ -43,7 +43,7 @@ ALGORITHMS = {
     "per_tensor_hierarchical": "hierarchical",
     "hybrid": "auto",
 }
-"""Algorithm of each arm with a fixed plan."""
+"""Algorithm of each variant with a fixed plan."""
 
 PER_TENSOR = ("per_tensor_ring", "per_tensor_hierarchical")
 
@@ -138,8 +138,8 @@ class PartsBench:
         _require_names("dtypes", self.dtypes, DTYPES)
         if PLANNED in self.arms and self.gradients and self.cluster is None:
             raise ValueError(
-                f"`arms` (={PLANNED}) must have a `cluster`, for which the planner chooses the plan. Give "
-                "cluster=<name>, or leave the arm out."
+                f"`arms` (={PLANNED}) needs a `cluster`, for which the planner chooses the plan. Set "
+                "cluster=<name>, or remove this arm."
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
@@ -166,9 +166,10 @@ class PartsBench:
         described = (cluster.num_nodes, cluster.ranks_per_node)
         if described != (topology.num_nodes, topology.ranks_per_node):
             raise ValueError(
-                f"`cluster` (={described[0]} nodes x {described[1]} ranks) must be that of the job, which has "
-                f"{topology.num_nodes} nodes with {topology.ranks_per_node or 'unequal numbers of'} ranks. Give "
-                "world.num_nodes and cluster.links.ranks_per_node, or leave `cluster` out."
+                f"`cluster` (={described[0]} nodes x {described[1]} ranks) must match the job, which "
+                f"has {topology.num_nodes} nodes with "
+                f"{topology.ranks_per_node or 'unequal numbers of'} ranks. Set world.num_nodes and "
+                "cluster.links.ranks_per_node, or leave `cluster` out."
             )
 
     def _case(
@@ -314,8 +315,8 @@ def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
         low, high = bucket.aminmax()
         if float(low) != num_ones or float(high) != num_ones:
             raise RuntimeError(
-                f"`{name}` gave a wrong sum of bucket {index}: values from {float(low)} to {float(high)}, where "
-                f"{num_ones} is right"
+                f"`{name}` computed a wrong all-reduce of bucket {index}: values from {float(low)} to "
+                f"{float(high)} instead of {num_ones}"
             )
 
 

@@ -99,7 +99,7 @@ HEADER = (
     "x byte bound",
 )
 PARTS_HEADER = (*HEADER, "predicted ms", "x predicted", "CPU s")
-"""Columns of a table with rows of the section `parts`. `CPU s`: of all ranks together."""
+"""Columns of a table with rows of the section `parts`. `CPU s` is the processor time of all ranks."""
 
 
 def header(rows: Sequence[Timing]) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ def _predicted_cells(row: Timing) -> list[str]:
 
 
 WIDTHS = (32, 9, 24, 10, 10, 10, 8, 12, 13, 13, 12, 8)
-"""Characters of each column of the table that is printed while the benchmark runs."""
+"""Width in characters of each column of the table that is printed while the benchmark runs."""
 
 
 def aligned(texts: Sequence[str]) -> str:

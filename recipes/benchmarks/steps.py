@@ -148,17 +148,20 @@ class StepBench:
                 raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
         if self.overlap in (STOCK, COMPRESSED):
             raise ValueError(
-                f"`overlap` (={self.overlap}) must be a hybrid arm: auto or an algorithm."
+                f"`overlap` (={self.overlap}) must be a hybrid arm. Set it to auto or to the name of "
+                "an algorithm."
             )
         if self.overlap is not None and (computed := WITH_ARITHMETIC.intersection(self.gradients)):
             raise ValueError(
-                f"`overlap` (={self.overlap}) must be null with `gradients` (={min(computed)}): their backward "
-                "computes, and cannot wait as long as the communication. Use the set without arithmetic."
+                f"`overlap` (={self.overlap}) and `gradients` (={min(computed)}) cannot be combined: "
+                "the backward of this set computes, and its length cannot be set. Use the set "
+                "without arithmetic."
             )
         if self.num_warmup_steps < 2:
             raise ValueError(
-                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more: buckets are rebuilt after the first "
-                "step, and a time is taken from the end of one step to the end of the next."
+                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more, because buckets "
+                "are rebuilt after the first step. Times are measured from the end of one step to "
+                "the end of the next."
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:

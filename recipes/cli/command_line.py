@@ -37,10 +37,10 @@ from recipes.cli.usage import (
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 OPTIONS = ("config_path", "config_name", "config_dir")
-"""Options of Hydra's that change what is composed."""
+"""Hydra's options that change the composed configuration."""
 
 SYNONYMS = {"learning_rate": "lr", "batch_size": "global_batch_size", "epochs": "max_epochs"}
-"""Last words of keys in other trainers, and the words here."""
+"""Names of keys in other trainers, and the corresponding names here."""
 
 # Hydra's message for an unknown choice of a group.
 AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")
@@ -48,7 +48,7 @@ AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")
 LOCAL_STEPS_KEYS = tuple(
     f"strategy.between_nodes.{key}" for key in ("every", "from_step", "outer_lr")
 )
-"""Keys that are there once their group is chosen."""
+"""Keys that exist only after `strategy/between_nodes=local_steps` is chosen."""
 
 
 def bridge_hydra_versions() -> None:
@@ -389,7 +389,10 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
         return f"error: `{key}` (={value}) must be one of {', '.join(choices)}. {hint}"
     if "override_grammar" in text:
         quoted = f"'{mark}{key}={with_quotes(value)}'"
-        return f"error: `{override}` must be in Hydra's grammar. A value with signs needs quotes of its own: {quoted}."
+        return (
+            f"error: `{override}` is not valid in Hydra's grammar. Put quotes around a value with "
+            f"special characters: {quoted}."
+        )
     if f"use +{key}" not in text and "does not exist" not in text:
         return f"error: {text}"
     rule = f"error: unknown key `{key}`."
@@ -405,7 +408,7 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     if hint or mark:
         ending = ""
     else:
-        ending = f" An argument that conf leaves out is added by a plus: +{key}={value}."
+        ending = f" To add an argument that conf leaves out, use a plus: +{key}={value}."
     return f"{rule}{hint} Run `{command(name)} --cfg job` to list all keys.{ending}"
 
 

@@ -35,13 +35,16 @@ T = TypeVar("T")
 OPEN_PACKAGES = (
     "lightning_hybrid recipes tests lightning torch torchmetrics wandb datetime optuna".split()
 )
-"""Packages whose classes may stand where an argument takes anything; elsewhere the class must be of the argument's."""
+"""Packages whose classes are accepted for arguments without a type.
+
+Other arguments accept only classes of their type.
+"""
 
 PASSES_ON = {
     "WandbLogger": "wandb.init",
     "DDPStrategy": "torch.nn.parallel.DistributedDataParallel.__init__",
 }
-"""Where the `**kwargs` of a class go, if not to a base class."""
+"""Targets of the `**kwargs` of a class, if they are not passed to a base class."""
 
 MAX_SHOWN = 80  # characters of a value, in a message
 
@@ -64,7 +67,7 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "a number, at least {ge:g}",
     "missing": "complete: {name} is missing",
-    "unexpected_keyword_argument": "a key that something reads",
+    "unexpected_keyword_argument": "a known key",
     "too_long": "of at most {max_length} items",
     "literal_error": "{expected}",
 }
@@ -92,8 +95,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
     values = dict(_walk(raw))
     if missing := sorted(key for key, value in values.items() if value == "???"):
         raise ValueError(
-            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
-            f"{missing[0]}=..."
+            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Set it on "
+            f"the command line: {missing[0]}=..."
         )
     read = {key.partition(".")[0] for key in keys}
     read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # keys that interpolations refer to
@@ -104,8 +107,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
         else:
             hint = ""
         raise ValueError(
-            f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another refers to as "
-            f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
+            f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another "
+            f"key refers to as ${{{name}}}. {hint}The keys are {', '.join(sorted(read))}."
         )
     # Before resolving: a resolver would report a wrong value under the name of another key.
     _check_values(raw, keys)
@@ -114,7 +117,7 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
     except WrongValueError as error:
         if isinstance(source := values.get(error.key), str) and "${" in source:
             raise ValueError(
-                f"{error} The key says {source}: correct what that refers to."
+                f"{error} The key is set to {source}: correct the key that this refers to."
             ) from None
         raise
 
@@ -139,8 +142,8 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
     # After the values: a wrong value is more informative than the missing key that it may cause.
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
-            f"`{missing[0]}` must be in the configuration, and is not. Leave ~{missing[0]} out, and give a choice of "
-            f"conf/{missing[0]} where it is a group."
+            f"`{missing[0]}` must be in the configuration. Remove ~{missing[0]} from the command "
+            f"line, or choose a file of conf/{missing[0]} if it is a group."
         )
     _require(_schema(keys), {key: values[key] for key in keys}, "", "")
 
@@ -302,8 +305,8 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
         reason = " ".join(str(error).split())
     raise WrongValueError(
         f"{key}._target_",
-        f"`{key}._target_` (={name!r}) must be the full name of a class or function, such as torch.optim.SGD: {reason}."
-        f" Correct it, or leave {key}._target_ as the files of conf/ have it.",
+        f"`{key}._target_` (={name!r}) must be the full name of a class or function, such as "
+        f"torch.optim.SGD: {reason}. Correct it, or use the value in the files of conf/.",
     )
 
 
@@ -407,7 +410,7 @@ def _part_or_value(kind: type) -> Any:
             fits = issubclass(value.made, kind) or (kind is abc.Callable and value.is_partial)
         if not fits:
             raise ValueError(
-                f"a part with a `_target_` {words.get(kind, f'that makes a {kind.__name__}')}"
+                f"an object with a `_target_` {words.get(kind, f'that builds a {kind.__name__}')}"
             )
         return value
 

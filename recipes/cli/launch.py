@@ -51,18 +51,22 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 KNOWN_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
-"""Errors whose message says what is wrong without their name; Lightning's `MisconfigurationException` is one more."""
+"""Errors whose message is clear without the name of its type.
+
+Lightning's `MisconfigurationException` is another one.
+"""
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Where launchers say a rank, in Lightning's order."""
+"""Environment variables in which launchers store the rank, in Lightning's order."""
 
 OWN_MESSAGE = re.compile(
     r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)"
 )
 
 NOT_TOGETHER = (
-    "`WORLD_SIZE` ranks must find one another at MASTER_ADDR:MASTER_PORT and stay; one did not come, or is gone: see "
-    "what it said, and whether a firewall is between"
+    "`WORLD_SIZE` ranks must connect at MASTER_ADDR:MASTER_PORT, and one did not connect "
+    "or exited. See the output of that rank, and check that no firewall blocks the "
+    "connection"
 )
 
 
@@ -186,7 +190,7 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
             text = text
         else:
             text = f"{type(cause).__name__}: {text}"
-        text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
+        text = text.rstrip(".") + f". {_given(key)} Set HYDRA_FULL_ERROR=1 to see the traceback."
     elif cfg is not None:
         note = key_note.note_of(text, cfg, built_key=key)
         if note:
@@ -212,8 +216,8 @@ def _given(key: str) -> str:
     else:
         chosen_names = list(names)
     if chosen_names:
-        return f"Given was {' '.join(chosen_names)}: correct that."
-    return "Correct the files of conf/."
+        return f"Check these overrides: {' '.join(chosen_names)}."
+    return "Check the files of conf/."
 
 
 def device_of(name: str | None) -> torch.device:
@@ -280,7 +284,8 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
     except (SIGTERMException, KeyboardInterrupt):
         if is_rank_zero():
             print(
-                f"to go on: the same command with hydra.run.dir={hydra.runtime.output_dir} resume=auto",
+                f"to continue: run the same command with hydra.run.dir={hydra.runtime.output_dir} "
+                "resume=auto",
                 flush=True,
             )
         raise
@@ -337,8 +342,9 @@ def finish(exit_code: int) -> None:
         from lightning.pytorch.utilities import rank_zero_warn
 
         rank_zero_warn(
-            f"W&B's files of this run are not whole ({error.strerror}): `wandb sync` will send what is there. "
-            "curves.json of the run directory, or the report of a resumed run, has what was logged."
+            f"W&B's files of this run are incomplete ({error.strerror}), and `wandb sync` will "
+            "only send what they contain. All logged metrics are in curves.json of the run "
+            "directory, or in the report of a resumed run."
         )
 
 

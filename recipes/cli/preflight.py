@@ -21,18 +21,26 @@ from typing import Any
 from recipes.datasets import fashion_mnist_files
 
 PROBE_BYTES = 65536
-"""Bytes written and removed again (our choice): a full disk takes an empty file."""
+"""Number of bytes of the file that tests whether a disk is full (our choice).
+
+A full disk may still accept an empty file.
+"""
 
 MIN_DESCRIPTORS = 256
-"""Least limit of open files and sockets of a process. Our choice: of two ranks of the default recipe one has 66, the
-other 54, and each further rank takes some more on all of them."""
+"""Minimum limit of open files and sockets per process (our choice).
+
+With the default recipe on two ranks, one rank has 66 and the other 54. Each further rank adds some on all ranks.
+"""
 
 MANY_DESCRIPTORS = 1 << 16  # used if there is no hard limit
 
 LAUNCH_VARIABLES = (
     "LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT PL_GLOBAL_SEED PL_SEED_WORKERS".split()
 )
-"""What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others."""
+"""Environment variables that Lightning sets in the process that starts the ranks.
+
+Lightning's launcher and `seed_everything` set them.
+"""
 
 # Names of dtypes that Lightning does not accept as a precision, and the precision that is probably meant.
 DTYPE_NAMES = {"fp16": "16-true", "float16": "16-true", "half": "16-true", "bfloat16": "bf16-true"}
@@ -42,7 +50,7 @@ WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SECRETS = ("api_key", "apikey", "password", "secret", "access_token")
-"""Ends of names of keys that hold secrets."""
+"""Endings of key names that contain secrets."""
 
 _OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _COUNTS = (
@@ -85,14 +93,15 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
     >>> whole_number("RANK", {"RANK": "two"})
     Traceback (most recent call last):
         ...
-    ValueError: `RANK` (='two') must be a whole number, at least 0: a launcher sets this variable of the environment, \
-torchrun or srun. Start the job with one, or `unset RANK`.
+    ValueError: `RANK` (='two') must be a whole number, at least 0. The launcher, torchrun or srun, sets this \
+environment variable: start the job with one of them, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
         raise ValueError(
-            f"`{name}` (={value!r}) must be a whole number, at least 0: a launcher sets this variable of the "
-            f"environment, torchrun or srun. Start the job with one, or `unset {name}`."
+            f"`{name}` (={value!r}) must be a whole number, at least 0. The launcher, torchrun or "
+            "srun, sets this environment variable: start the job with one of them, or `unset "
+            f"{name}`."
         )
     return int(value)
 
@@ -114,21 +123,22 @@ sets both, or unset both.
         for name in _LAUNCHED:
             if name not in variables:
                 raise ValueError(
-                    f"`{name}` must be set, as `TORCHELASTIC_RUN_ID` is: without it ranks cannot find one another. "
-                    "Start the job with torchrun, which sets both, or `unset TORCHELASTIC_RUN_ID`."
+                    f"`{name}` must be set if `TORCHELASTIC_RUN_ID` is set, because ranks need it to "
+                    "connect. Start the job with torchrun, which sets both, or `unset "
+                    "TORCHELASTIC_RUN_ID`."
                 )
     elif _slurm_starts(variables):
         for name in _OF_SLURM:
             if name not in variables:
                 raise ValueError(
-                    f"`{name}` must be set, as `SLURM_NTASKS` is: without it a rank does not know which it is. Start "
-                    "the job with srun, which sets both, or `unset SLURM_NTASKS`."
+                    f"`{name}` must be set if `SLURM_NTASKS` is set, because it tells each rank which one "
+                    "it is. Start the job with srun, which sets both, or `unset SLURM_NTASKS`."
                 )
     elif "LOCAL_RANK" in variables and not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
         raise ValueError(
-            f"`LOCAL_RANK` (={variables['LOCAL_RANK']}) must come with MASTER_ADDR and MASTER_PORT: it says that a "
-            "launcher started this rank, which then waits for the others. `unset LOCAL_RANK`, or start the job with "
-            "torchrun."
+            f"`LOCAL_RANK` (={variables['LOCAL_RANK']}) must be set together with MASTER_ADDR and "
+            "MASTER_PORT, because it means that a launcher started this rank. Start the job with "
+            "torchrun, or `unset LOCAL_RANK`."
         )
     launch_values = {
         name: whole_number(name, variables) for name in (*_COUNTS, *_OF_SLURM) if name in variables
@@ -154,8 +164,9 @@ sets both, or unset both.
     ]
     if None not in parts and parts[0] * parts[1] != parts[2]:  # type: ignore[operator]
         raise ValueError(
-            f"`WORLD_SIZE` (={parts[2]}) must be `LOCAL_WORLD_SIZE * GROUP_WORLD_SIZE` (={parts[0]} * {parts[1]}): "
-            "nodes have equally many ranks here. Start the job with torchrun, which sets all three."
+            f"`WORLD_SIZE` (={parts[2]}) must be `LOCAL_WORLD_SIZE * GROUP_WORLD_SIZE` "
+            f"(={parts[0]} * {parts[1]}), because all nodes have the same number of ranks. Start "
+            "the job with torchrun, which sets all three."
         )
 
 
@@ -176,8 +187,8 @@ def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes:
     >>> check_place(local_rank=0, num_devices=2, node_rank=1, num_nodes=1)
     Traceback (most recent call last):
         ...
-    ValueError: `NODE_RANK` (=1) must be below `trainer.num_nodes` (=1): it is the place of this process in the world. \
-Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.num_nodes.
+    ValueError: `NODE_RANK` (=1) must be below `trainer.num_nodes` (=1), because ranks count from 0. Start the job \
+with a launcher that sets it, `unset NODE_RANK`, or change trainer.num_nodes.
     """
     for name, rank, key, size in (
         ("LOCAL_RANK", local_rank, "trainer.devices", num_devices),
@@ -185,8 +196,8 @@ Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.nu
     ):
         if rank >= size:
             raise ValueError(
-                f"`{name}` (={rank}) must be below `{key}` (={size}): it is the place of this process in the world. "
-                f"Start the job with a launcher that sets it, `unset {name}`, or set {key}."
+                f"`{name}` (={rank}) must be below `{key}` (={size}), because ranks count from 0. "
+                f"Start the job with a launcher that sets it, `unset {name}`, or change {key}."
             )
 
 
@@ -210,8 +221,8 @@ WANDB_MODE=offline.
     threads = variables.get("OMP_NUM_THREADS", "1")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")):
         raise ValueError(
-            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero: OpenMP passes over anything else and "
-            "takes all cores, in each rank. Set OMP_NUM_THREADS=1."
+            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero. OpenMP ignores "
+            "any other value and uses all cores in each rank: set OMP_NUM_THREADS=1."
         )
 
 
@@ -227,8 +238,9 @@ def raise_descriptors() -> None:
     unlimited = resource.RLIM_INFINITY
     if hard != unlimited and hard < MIN_DESCRIPTORS:
         raise ValueError(
-            f"`ulimit -n` (={hard}) must be at least {MIN_DESCRIPTORS}: files and sockets that a rank may have open. "
-            "Set it in the shell, or where the system sets limits (limits.conf, LimitNOFILE of a service)."
+            f"`ulimit -n` (={hard}) must be at least {MIN_DESCRIPTORS}, because ranks need that "
+            "many open files and sockets. Raise it in the shell or in the system's limits "
+            "(limits.conf, LimitNOFILE of a service)."
         )
     if soft != unlimited and (hard == unlimited or soft < hard):
         with suppress(OSError, ValueError):  # the system may refuse; then the limit stays
@@ -250,7 +262,8 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
         port = None
     if port is not None and not 0 < port < 65536:
         raise ValueError(
-            f"`MASTER_PORT` (={port}) must be a port, from 1 to 65535. Set another, or `unset MASTER_PORT`."
+            f"`MASTER_PORT` (={port}) must be a port from 1 to 65535. Set another one, or `unset "
+            "MASTER_PORT`."
         )
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -260,9 +273,9 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
             probe.connect(where)  # looks up a route and sends nothing
     except OSError as error:
         raise ValueError(
-            f"`MASTER_ADDR` (={address}) must be an address that this host can reach: {error.strerror}. Bring "
-            "the interface up (`ip link set lo up` where all ranks are on this host), or set MASTER_ADDR to rank "
-            "zero's host."
+            f"`MASTER_ADDR` (={address}) must be an address that this host can reach: "
+            f"{error.strerror}. Set MASTER_ADDR to rank zero's host, or bring the interface up "
+            "(`ip link set lo up` if all ranks are on this host)."
         ) from error
     if port is not None and _is_ours_to_open(variables):
         _check_free(port)
@@ -278,8 +291,8 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
                 is_there = name in there
             if not is_there:
                 raise ValueError(
-                    f"`{variable}` (={names}) must name interfaces of this host: {name} is none of {', '.join(there)}. "
-                    f"Set another, or `unset {variable}`."
+                    f"`{variable}` (={names}) must name interfaces of this host, and {name} is not one of "
+                    f"{', '.join(there)}. Set it to one of them, or `unset {variable}`."
                 )
 
 
@@ -307,8 +320,9 @@ def _check_free(port: int) -> None:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             raise ValueError(
-                f"`MASTER_PORT` (={port}) must be a port that this process may open: {error.strerror}. Set another, or "
-                "`unset MASTER_PORT`: on one host a free one is found."
+                f"`MASTER_PORT` (={port}) must be a port that this process may open: "
+                f"{error.strerror}. Set another one, or `unset MASTER_PORT` to let a run on one host "
+                "choose a free port."
             ) from error
 
 
@@ -326,8 +340,8 @@ def check_writable(folder: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise ValueError(
-            f"`hydra.run.dir` (={folder}) must be a directory that can be written to: {error.strerror}. Logs and "
-            "checkpoints go there: set hydra.run.dir=<directory>."
+            f"`hydra.run.dir` (={folder}) must be a writable directory: {error.strerror}. Set "
+            "hydra.run.dir=<directory>, where logs and checkpoints are written."
         ) from error
 
 
@@ -340,8 +354,9 @@ def refuse_to_overwrite(run_dir: Path, *, resume: Any, overwrite: Any) -> None:
     checkpoints = sorted((run_dir / "checkpoints").glob("*.ckpt"))
     if checkpoints and resume is None and not overwrite:
         raise ValueError(
-            f"`hydra.run.dir` (={run_dir}) holds a run, with checkpoints/{checkpoints[0].name}, and this run would "
-            "overwrite it. Add resume=auto to continue it, overwrite=true to start again, or set another hydra.run.dir."
+            f"`hydra.run.dir` (={run_dir}) already contains a run with "
+            f"checkpoints/{checkpoints[0].name}, which this run would overwrite. Add resume=auto "
+            "to continue it or overwrite=true to start again, or set another hydra.run.dir."
         )
 
 
@@ -354,7 +369,7 @@ def check_required(config: Mapping[str, Any]) -> None:
     >>> check_required({"root": "???", "packing": {"out": "???", "quality": 90}})
     Traceback (most recent call last):
         ...
-    ValueError: `root` (=???) must have a value. Missing: root, packing.out. Give it on the command line: root=...
+    ValueError: `root` (=???) must have a value. Missing: root, packing.out. Set it on the command line: root=...
     """
     missing = list[str]()
     nodes: list[tuple[str, Any]] = [("", config)]
@@ -367,8 +382,8 @@ def check_required(config: Mapping[str, Any]) -> None:
             missing.append(key)
     if missing:
         raise ValueError(
-            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
-            f"{missing[0]}=..."
+            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Set it on "
+            f"the command line: {missing[0]}=..."
         )
 
 
@@ -383,21 +398,23 @@ def check_values(config: Mapping[str, Any]) -> None:
     >>> check_values({"precision": "fp16"})
     Traceback (most recent call last):
         ...
-    ValueError: `precision` (='fp16') must be a name of Lightning's, such as 16-true (half-precision model on fp32 \
-masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
+    ValueError: `precision` (='fp16') must be one of Lightning's names, such as 16-true (half-precision model with \
+fp32 master weights), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     """
     precision = str(config.get("precision"))
     data = config.get("data")
     trainer = config.get("trainer")
     if (name := DTYPE_NAMES.get(precision)) is not None:
         raise ValueError(
-            f"`precision` (='{precision}') must be a name of Lightning's, such as 16-true (half-precision model on "
-            f"fp32 masters), bf16-true, 32-true or 16-mixed. Set precision={name}."
+            f"`precision` (='{precision}') must be one of Lightning's names, such as 16-true "
+            "(half-precision model with fp32 master weights), bf16-true, 32-true or 16-mixed. "
+            f"Set precision={name}."
         )
     batch = config.get("global_batch_size")
     if isinstance(batch, int) and batch < 1:
         raise ValueError(
-            f"`global_batch_size` (={batch}) must be above 0: it is the number of images of a step."
+            f"`global_batch_size` (={batch}) must be above 0. Set it to the number of images per "
+            "optimizer step."
         )
     is_launched = any(
         name in os.environ for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS")
@@ -437,8 +454,9 @@ def check_resume(resume: Any) -> None:
     if not _is_path(resume) or resume == "auto" or Path(resume).is_file():
         return
     raise ValueError(
-        f"`resume` (={resume}) must be a checkpoint: there is no such file in {Path.cwd()}. A run writes "
-        "<run directory>/checkpoints/last.ckpt. Or write resume=auto with its hydra.run.dir=... for the newest one."
+        f"`resume` (={resume}) must be a checkpoint file, and there is no such file in "
+        f"{Path.cwd()}. Set resume=<run directory>/checkpoints/last.ckpt, or resume=auto with "
+        "its hydra.run.dir=... to use the newest checkpoint."
     )
 
 
@@ -469,8 +487,9 @@ def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
         else:
             nearest = f"{num_ranks}"
         raise ValueError(
-            f"`global_batch_size` (={batch}) must be a multiple of the number of ranks (={num_ranks}): every rank "
-            f"takes as many images. Nearest that fit: global_batch_size={nearest}."
+            f"`global_batch_size` (={batch}) must be a multiple of the number of ranks "
+            f"(={num_ranks}), because every rank trains on the same number of images. Set "
+            f"global_batch_size={nearest}."
         )
 
 
@@ -487,8 +506,8 @@ def check_secrets(config: Mapping[str, Any]) -> None:
     Traceback (most recent call last):
         ...
     ValueError: `logger.settings.api_key` must not be in the configuration, which is written to the run directory, to \
-checkpoints and to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and \
-change it if it was there before.
+checkpoints and to the tracker, where others can read it. Set WANDB_API_KEY or run `wandb login` instead, and revoke a \
+key that was already written.
     >>> check_secrets({"logger": {"settings": {"api_key": None}}})
     """
     nodes: list[tuple[str, Any]] = [("", config)]
@@ -501,7 +520,7 @@ change it if it was there before.
             nodes += [(f"{key}[{index}]", child) for index, child in enumerate(value)]
         elif value is not None and key.lower().endswith(SECRETS):
             raise ValueError(
-                f"`{key}` must not be in the configuration, which is written to the run directory, to checkpoints and "
-                "to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and "
-                "change it if it was there before."
+                f"`{key}` must not be in the configuration, which is written to the run directory, to "
+                "checkpoints and to the tracker, where others can read it. Set WANDB_API_KEY or run "
+                "`wandb login` instead, and revoke a key that was already written."
             )

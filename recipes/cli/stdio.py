@@ -51,9 +51,9 @@ class BrokenPipeSafeStream:
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
         if self._other is not None:
-            consequence = "nothing is printed there from here on; the run goes on"
+            consequence = "further output is dropped, and the run continues"
             print(
-                f"{self._name} takes no more ({error.strerror}): {consequence}",
+                f"{self._name} cannot be written ({error.strerror}): {consequence}",
                 file=self._other,
                 flush=True,
             )

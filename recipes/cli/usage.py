@@ -16,7 +16,7 @@ EXTRAS = {
     "search": ("optuna",),
     "study": ("optuna", "scipy"),
 }
-"""Extras of the distribution that commands need, and what each brings that is asked for."""
+"""Extras of the distribution that commands need, with the packages that are checked for each."""
 
 EXTRAS_OF = {
     "train": ("recipes",),
@@ -25,8 +25,11 @@ EXTRAS_OF = {
     "search": ("recipes", "report", "search"),
     "study": ("recipes", "study"),
 }
-"""Extras of commands that draw no pictures unasked; all others need `recipes` and `report`. A callback of `train`, and
-`simulate` with `pictures=true`, draw some, and say so."""
+"""Extras of each command that draws no figures by default.
+
+All other commands need `recipes` and `report`. A callback of `train`, and `simulate` with `pictures=true`, draw figures
+and check for the packages themselves.
+"""
 
 
 class UsageError(SystemExit):
@@ -41,14 +44,17 @@ class UsageError(SystemExit):
 
 
 PACKAGE_NAMES = {"PIL": "Pillow", "hydra": "hydra-core", "sklearn": "scikit-learn"}
-"""Names under which packages are installed, where they differ from those that are imported."""
+"""Names under which packages are installed, if they differ from the names of their modules."""
 
 NEEDED_BY_TARGETS = {
     "recipes.networks.bert": ("text", ("transformers",)),
     "recipes.datasets.text": ("text", ("tokenizers",)),
     "lightning.pytorch.loggers.TensorBoardLogger": ("tensorboard", ("tensorboard",)),
 }
-"""Extras that parts of a configuration need, by the start of their `_target_`, and what each brings."""
+"""Extras that parts of a configuration need, by the start of their `_target_`.
+
+Each extra has the packages that are checked.
+"""
 
 
 def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> str:

@@ -43,8 +43,8 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
         return int(devices) * num_nodes
     except ValueError:
         raise ValueError(
-            f"`trainer.devices` (={devices!r}) must be a number of devices, a list of them or auto: each is a process."
-            " Set trainer.devices=2."
+            f"`trainer.devices` (={devices!r}) must be a number of devices, a list of devices or "
+            "auto. For example, set trainer.devices=2 to start two processes."
         ) from None
 
 
@@ -133,15 +133,16 @@ def accumulation(
             return 1  # a batch that does not divide among the ranks is rejected when the data module is built
         return _fewest_rounds(int(share), max_batch_size_per_rank, world_size)
     _check_batch(
-        "batch_size_per_rank", batch_size_per_rank, share, why="null for a rank's whole share"
+        "batch_size_per_rank", batch_size_per_rank, share, why="null to use all images of a rank"
     )
     together = world_size * batch_size_per_rank
     if global_batch_size < 1 or global_batch_size % together:
         nearest = _nearest(global_batch_size, together)
         raise ValueError(
-            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * batch_size_per_rank` "
-            f"(={world_size} * {batch_size_per_rank}): {global_batch_size / together:.2f} accumulation steps is not a "
-            f"whole number. Nearest that fit: global_batch_size={nearest}."
+            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * "
+            f"batch_size_per_rank` (={world_size} * {batch_size_per_rank}), and the number of "
+            f"accumulation steps would be {global_batch_size / together:.2f}. Set "
+            f"global_batch_size={nearest}."
         )
     return global_batch_size // together
 
@@ -191,9 +192,10 @@ def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
             return rounds
     nearest = _nearest(share * world_size, world_size * max_batch_size)
     raise ValueError(
-        f"`global_batch_size` (={share * world_size}) must divide into equal batches: the {share} images of each of "
-        f"{world_size} ranks have no divisor from {-(-share // (2 * fewest))} to `max_batch_size_per_rank` "
-        f"(={max_batch_size}). Nearest that fit: global_batch_size={nearest}; or choose another number of ranks."
+        f"`global_batch_size` (={share * world_size}) must divide into equal batches, and the "
+        f"{share} images of each of {world_size} ranks have no divisor from "
+        f"{-(-share // (2 * fewest))} to `max_batch_size_per_rank` (={max_batch_size}). Set "
+        f"global_batch_size={nearest}, or use another number of ranks."
     )
 
 
@@ -207,5 +209,6 @@ def _nearest(global_batch_size: int, part: int) -> str:
 def _check_batch(name: str, value: Any, share: float, *, why: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
-            f"`{name}` (={value}) must be a whole number of images above zero, or {why}: here {share:g} images."
+            f"`{name}` (={value}) must be a whole number of images above zero, or {why}. Each "
+            f"rank has {share:g} images per step."
         )

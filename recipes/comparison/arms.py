@@ -121,25 +121,30 @@ class StudyPlan:
 
     def __post_init__(self) -> None:
         require_whole(
-            "study.micro_batch", self.micro_batch, "it counts images. Set study.micro_batch=128"
+            "study.micro_batch",
+            self.micro_batch,
+            "it is a number of images. Set study.micro_batch=128",
         )
-        why = "each arm needs a point. Set study.tuning.num_trials=6"
+        why = "each arm is tuned at this many points. Set study.tuning.num_trials=6"
         require_whole("study.tuning.num_trials", self.tuning.num_trials, why)
         require_positive(
-            "study.margin", self.margin, "within it two arms count as equal. Set study.margin=0.3"
+            "study.margin",
+            self.margin,
+            "arms within this margin count as equal. Set study.margin=0.3",
         )
         self._check_names()
         for arm_name, arm in self.arms.items():
             _check_arm(f"study.arms.{arm_name}", arm)
         if not self.testing.seeds:
             raise ValueError(
-                "`study.testing.seeds` (=[]) must have a seed: each is a test of every arm. Set "
-                "study.testing.seeds=[1,2,3]."
+                "`study.testing.seeds` (=[]) must have at least one seed, because every arm is "
+                "tested with each of them. Set study.testing.seeds=[1,2,3]."
             )
         if self.tuning.seed in self.testing.seeds:
             raise ValueError(
-                f"`study.tuning.seed` (={self.tuning.seed}) must not be among `study.testing.seeds`: the point was "
-                "chosen for that seed. Set another study.tuning.seed."
+                f"`study.tuning.seed` (={self.tuning.seed}) must not be among `study.testing.seeds`, "
+                "because the tuned values were selected with that seed. Set another "
+                "study.tuning.seed."
             )
 
     def _check_names(self) -> None:
@@ -158,8 +163,8 @@ class StudyPlan:
         shares = self.arms[self.base].shares
         if len(shares) != 1:
             raise ValueError(
-                f"`study.arms.{self.base}.shares` (={list(shares)}) must be one share: `study.base` is what all others "
-                "are compared with. Leave one."
+                f"`study.arms.{self.base}.shares` (={list(shares)}) must be one share, because all "
+                "other arms are compared with `study.base`. Remove the other shares."
             )
 
     @property
@@ -231,13 +236,13 @@ class StudyPlan:
 
 def _check_arm(key: str, arm: Arm) -> None:
     for share in arm.shares:
-        why = "it is a share of the training images. Set for example 0.25"
+        why = "it is a fraction of the training images. Set for example 0.25"
         require_share(f"{key}.shares", share, why)
     for axis, (low, high) in arm.axes.items():
         if not 0 < low < high:
             raise ValueError(
-                f"`{key}.axes.{axis}` (=[{low}, {high}]) must be two numbers above zero, the lower one first. The "
-                "scale is logarithmic; set for example [0.1, 10.0]."
+                f"`{key}.axes.{axis}` (=[{low}, {high}]) must be two numbers above zero, the lower "
+                "one first, because the scale is logarithmic. Set for example [0.1, 10.0]."
             )
 
 

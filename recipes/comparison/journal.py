@@ -24,7 +24,7 @@ CORE_S = "core_s"
 NUM_STEPS = "num_steps"
 DIVERGENCE = "divergence"
 SETTINGS = "settings"
-"""Names of attributes in the journal: of a trial, and of a study."""
+"""Name of the attribute of a study in the journal. The other names above are attributes of a trial."""
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def only_user_of(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"`hydra.run.dir` (={folder}) must not be in use by another study. Wait for that one, or set another "
-                "hydra.run.dir."
+                f"`hydra.run.dir` (={folder}) must not be in use by another study. Wait until that "
+                "study ends, or set another hydra.run.dir."
             ) from None
         yield
 
@@ -159,9 +159,9 @@ class StudyJournal:
             study.set_user_attr(SETTINGS, now)
         elif saved_settings != now:
             raise ValueError(
-                f"`hydra.run.dir` (={self.folder}) holds fits of `{name}` with other settings, "
-                f"{saved_settings} in place of "
-                f"{now}, and they must not be mixed. Set everything as it was, or set another hydra.run.dir."
+                f"`hydra.run.dir` (={self.folder}) contains fits of `{name}` with other settings "
+                f"({saved_settings}, now {now}), which must not be mixed. Use the same settings as "
+                "before, or set another hydra.run.dir."
             )
         return study
 

@@ -106,7 +106,7 @@ class DigitsDataModule(InMemoryDataModule):
                 "fold",
                 fold,
                 tuple(range(NUM_FOLDS)),
-                "it is the fifth that is tested; null is a fixed split",
+                "it is the fold that is tested. Set null to use a fixed split",
             )
         self.fold = fold
 

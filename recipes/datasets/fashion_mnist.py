@@ -49,14 +49,15 @@ def array_of(content: bytes) -> Tensor:
     first_value = 4 + 4 * num_dims
     if content[:3] != b"\0\0\x08" or num_dims == 0 or len(content) < first_value:
         raise ValueError(
-            f"`content` (={content[:8]!r}...) must begin as an IDX file of unsigned bytes. Give a file as published."
+            f"`content` (={content[:8]!r}...) must begin as an IDX file of unsigned bytes. Use "
+            "the published file."
         )
     shape = struct.unpack(f">{num_dims}I", content[4:first_value])
     values = np.frombuffer(content, np.uint8, offset=first_value)
     if len(values) != prod(shape):
         raise ValueError(
             f"`content` (={len(values)} values) must have as many values as its header says, "
-            f"{' x '.join(map(str, shape))}. Give a file as published."
+            f"{' x '.join(map(str, shape))}. Use the published file."
         )
     return torch.from_numpy(values.reshape(shape).copy())
 
@@ -96,7 +97,10 @@ class FashionMNISTDataModule(InMemoryDataModule):
         num_held_out: int = 0,
     ) -> None:
         require_whole(
-            "num_held_out", num_held_out, "it counts images. Set data.num_held_out=10000", least=0
+            "num_held_out",
+            num_held_out,
+            "it is a number of images. Set data.num_held_out=10000",
+            least=0,
         )
         if num_held_out >= NUM_TRAIN:
             raise ValueError(

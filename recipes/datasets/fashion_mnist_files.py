@@ -39,8 +39,9 @@ def check_files(root: str | Path, *, name: str = "root") -> None:
             missing.append(file_name)
     if missing:
         raise ValueError(
-            f"`{name}` (={root}) must be a folder with the files of Fashion-MNIST, and lacks {', '.join(missing)}. "
-            "Install Debian's package (`apt-get install dataset-fashion-mnist`), or copy the four files of "
+            f"`{name}` (={root}) must be a folder with the files of Fashion-MNIST, and "
+            f"{', '.join(missing)} are missing. Install Debian's package (`apt-get install "
+            "dataset-fashion-mnist`), or copy the four files of "
             "github.com/zalandoresearch/fashion-mnist into a folder and set data.root=<folder>."
         )
 
@@ -59,13 +60,14 @@ def content_of(root: str | Path, file_name: str) -> bytes:
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != SHA256[file_name]:
         raise ValueError(
-            _damaged(path, f"has a content with the SHA-256 {checksum}, not {SHA256[file_name]}")
+            _damaged(path, f"has the SHA-256 {checksum} instead of {SHA256[file_name]}")
         )
     return content
 
 
 def _damaged(path: Path, problem: str) -> str:
     return (
-        f"`root` (={path.parent}) must hold Fashion-MNIST as published, and its {path.name} {problem}. Install the "
-        "package again (`apt-get install --reinstall dataset-fashion-mnist`), or copy the file again."
+        f"`root` (={path.parent}) must contain the published files of Fashion-MNIST, and "
+        f"{path.name} {problem}. Install the package again (`apt-get install --reinstall "
+        "dataset-fashion-mnist`), or copy the file again."
     )

@@ -59,7 +59,8 @@ def _mask(font_name: str, character: str) -> Tensor:
     font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
     if font.get_char_index(ord(character)) == 0:
         raise ValueError(
-            f"`font` (={font_name}) must hold {character!r}: its images would be blank. Take it out."
+            f"`font` (={font_name}) must contain {character!r}, because its images would "
+            "otherwise be blank. Remove the font."
         )
     font.set_size(_MASK_POINTS, 72)
     font.set_text(character)
@@ -160,7 +161,9 @@ class GlyphsDataModule(InMemoryDataModule):
         eval_batch_size_per_rank: int = 128,
         num_train: int = NUM_TRAIN,
     ) -> None:
-        require_whole("num_train", num_train, f"it counts images. Set data.num_train={NUM_TRAIN}")
+        require_whole(
+            "num_train", num_train, f"it is a number of images. Set data.num_train={NUM_TRAIN}"
+        )
         self.num_train = num_train
         super().__init__(
             global_batch_size=global_batch_size,
@@ -177,7 +180,8 @@ class GlyphsDataModule(InMemoryDataModule):
         """Render the images, and log that they are synthetic."""
         if not hasattr(self, "image_sets"):
             rank_zero_info(
-                f"glyphs: synthetic, {self.num_train} training images of {len(FONTS['train'])} fonts; validation and "
-                f"test on {len(FONTS['val'])} and {len(FONTS['test'])} others"
+                f"glyphs: synthetic data with {self.num_train} training images of "
+                f"{len(FONTS['train'])} fonts; validation uses {len(FONTS['val'])} other fonts and "
+                f"the test {len(FONTS['test'])}"
             )
         super().setup(stage)

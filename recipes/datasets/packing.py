@@ -115,16 +115,19 @@ class Packing:
     def __post_init__(self) -> None:
         if Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
-                f"`out` (={self.out}) must not be `root`: shards next to class folders are one set twice. Set out=..."
+                f"`out` (={self.out}) must not be the same folder as `root`, because shards must not "
+                "be next to class folders. Set out=<folder>."
             )
         for name, least, most in (("shard_bytes", 1, 2**40), ("quality", 1, 100)):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(
-                    f"`{name}` (={getattr(self, name)}) must be from {least} to {most}. Set {name}=..."
+                    f"`{name}` (={getattr(self, name)}) must be from {least} to {most}. Set "
+                    f"{name}=<number>."
                 )
         if self.short_side is not None and self.short_side < 1:
             raise ValueError(
-                f"`short_side` (={self.short_side}) must be pixels above zero, or null to resize nothing."
+                f"`short_side` (={self.short_side}) must be a number of pixels above zero, or null. "
+                "Set null to keep the size of all images."
             )
 
     def run(self) -> list[Packed]:
@@ -149,13 +152,14 @@ class Packing:
         for split in self.splits:
             if not (out / split / INDEX_NAME).is_file():
                 raise ValueError(
-                    f"`out` (={out}) must be packed to its end before it can be checked: there is no {split}/"
-                    f"{INDEX_NAME}. Run it without check=true: it goes on where it was."
+                    f"`out` (={out}) must be packed completely before it can be checked, and there is no "
+                    f"{split}/{INDEX_NAME}. Run the command without check=true to continue the packing."
                 )
             if damaged := damaged_shards(out / split):
                 raise ValueError(
-                    f"`out` (={out}) must hold what was packed: {split}/{damaged[0]} does not ({len(damaged)} shards "
-                    f"of {split}/ do not). Copy them again, or remove {split}/ and pack again."
+                    f"`out` (={out}) must contain the shards that were packed, and {split}/{damaged[0]} "
+                    f"is damaged ({len(damaged)} shards of {split}/ are). Copy them again, or remove "
+                    f"{split}/ and pack again."
                 )
 
     def prepared(self, data: bytes) -> bytes:
@@ -224,8 +228,9 @@ class _Split:
             if different := [name for name in plan if plan[name] != before.get(name)]:
                 name = different[0]
                 raise ValueError(
-                    f"`{name}` (={plan[name]}) must be that of the packing in {self.out} (={before.get(name)}), which "
-                    "this would go on with. Pack as before, or into another out=..."
+                    f"`{name}` (={plan[name]}) must be the same as in the packing in {self.out} "
+                    f"(={before.get(name)}), which this command would continue. Use the same value, or "
+                    "another out=<folder>."
                 )
             return num_per_shard
         # The images per shard determine which image is in which shard. The number is computed from a seeded sample and
@@ -322,9 +327,10 @@ class _Split:
         if len(corrupt) > self.packing.max_corrupt_images:
             name, why = corrupt[-1]
             raise ValueError(
-                f"`max_corrupt_images` (={self.packing.max_corrupt_images}) must be at least the number of images that "
-                f"cannot be decoded: there are {len(corrupt)} so far, the last {name} ({why}). Repair them, or set "
-                f"max_corrupt_images={len(corrupt)} or more to leave them out."
+                f"`max_corrupt_images` (={self.packing.max_corrupt_images}) must be at least the "
+                f"number of images that cannot be decoded: there are {len(corrupt)} so far, the last "
+                f"one is {name} ({why}). Repair them, or set max_corrupt_images={len(corrupt)} or "
+                "more to leave them out."
             )
 
 

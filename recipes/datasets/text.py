@@ -194,11 +194,12 @@ class TextDataModule(pl.LightningDataModule):
         values = locals()
         for name, lowest in least.items():
             require_whole(
-                name, values[name], f"it is counted. Set data.{name}=<number>", least=lowest
+                name, values[name], f"it is a count. Set data.{name}=<number>", least=lowest
             )
         if root is None and packing is None:
             raise ValueError(
-                "`data.root` (=null) must be a folder of packed text where there is no data.packing."
+                "`data.root` (=null) must be a folder of packed text if there is no data.packing. "
+                "Set data.root=<folder>."
             )
         self.root = root
         self.packing = packing
@@ -219,8 +220,8 @@ class TextDataModule(pl.LightningDataModule):
     def _check(self, packed: PackedText) -> None:
         if packed.vocab_size > self.vocab_size:
             raise ValueError(
-                f"`model.num_classes` (={self.vocab_size}) must be at least the vocabulary of {self.folder} "
-                f"(={packed.vocab_size}): the other tokens would have no embedding. Set "
+                f"`model.num_classes` (={self.vocab_size}) must be at least the vocabulary size of "
+                f"{self.folder} (={packed.vocab_size}), because every token needs an embedding. Set "
                 f"model.num_classes={packed.vocab_size}."
             )
 

@@ -61,8 +61,9 @@ class PackedText:
         path = folder / INDEX_NAME
         if not path.is_file():
             raise ValueError(
-                f"`data.root` (={folder}) must be a folder that was packed to its end: there is no {INDEX_NAME}. Pack "
-                "text first: python recipes/pack.py packing=text root=<folder of text> out=<this folder>."
+                f"`data.root` (={folder}) must be a folder of completely packed text, and there is no "
+                f"{INDEX_NAME}. Pack text first: python recipes/pack.py packing=text root=<folder of "
+                "text> out=<this folder>."
             )
         return cls(**json.loads(path.read_text()))
 
@@ -107,19 +108,21 @@ class TextPacking:
         require_whole(
             "vocab_size",
             self.vocab_size,
-            "it counts tokens. Set packing.vocab_size=30522",
+            "it is a number of tokens. Set packing.vocab_size=30522",
             least=300,
         )
         if self.vocab_size > 65535:
             raise ValueError(
-                f"`vocab_size` (={self.vocab_size}) must be at most 65535: a token takes two bytes."
+                f"`vocab_size` (={self.vocab_size}) must be at most 65535, because a token is stored "
+                "in two bytes. Set packing.vocab_size=30522."
             )
         for name in ("shard_tokens", "max_chars", "max_training_chars"):
             if (value := getattr(self, name)) is not None:
-                require_whole(name, value, f"it is counted. Set packing.{name}=<number>")
+                require_whole(name, value, f"it is a count. Set packing.{name}=<number>")
         if self.root is not None and Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
-                f"`out` (={self.out}) must not be `root`: shards would be taken for text. Set out=..."
+                f"`out` (={self.out}) must not be the same folder as `root`, because shards would "
+                "then be read as text. Set out=<folder>."
             )
 
     def run(self) -> list[str]:
@@ -134,10 +137,10 @@ class TextPacking:
         if (out / INDEX_NAME).is_file():
             if (existing := PackedText.load(out)).about != about:
                 raise ValueError(
-                    f"`out` (={out}) must be empty or hold this very packing, and holds that of {existing.about}. Pack "
-                    "into another out=..."
+                    f"`out` (={out}) must be empty or contain the result of the same options, and it was "
+                    f"packed with {existing.about}. Set another out=<folder>."
                 )
-            return [f"{existing}; was there"]
+            return [f"{existing}; already packed"]
         out.mkdir(parents=True, exist_ok=True)
         left_out: list[str] = []
         tokenizer = trained(self._pieces([], self.max_training_chars), self.vocab_size)
@@ -158,8 +161,8 @@ class TextPacking:
         )
         if not all(packed.num_tokens.values()):
             raise ValueError(
-                f"`root` (={self.root}) must hold text for {', '.join(SPLITS)}, and has {packed.num_tokens} tokens: "
-                "too few pieces. Give a folder with more text."
+                f"`root` (={self.root}) must contain enough text for {', '.join(SPLITS)}, and gives "
+                f"{packed.num_tokens} tokens. Use a folder with more text."
             )
         with atomic_path(out / INDEX_NAME, has_rivals=True) as part:
             part.write_text(json.dumps(asdict(packed), indent=1))
@@ -177,7 +180,8 @@ class TextPacking:
                 path = shard_path(Path(self.out), name, shard)
                 if not path.is_file() or zlib.crc32(path.read_bytes()) != crc32:
                     raise ValueError(
-                        f"`out` (={self.out}) is damaged: {path.name} is not what was packed. Pack again."
+                        f"`out` (={self.out}) is damaged: {path.name} is missing or has changed. Pack the "
+                        "text again."
                     )
 
     def _pieces(self, left_out: list[str], max_chars: int | None) -> Iterator[str]:
@@ -249,7 +253,7 @@ def files_of(root: str | None) -> list[Path]:
     files = sorted(path for path in Path(root).rglob("*") if path.is_file())
     if not files:
         raise ValueError(
-            f"`root` (={root}) must be a folder with text, and has no file. Set root=<folder>."
+            f"`root` (={root}) must be a folder with text, and contains no file. Set root=<folder>."
         )
     return files
 
@@ -271,7 +275,8 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     except ImportError as error:
         raise ValueError(
-            "`tokenizers` must be installed: it trains and applies the vocabulary. pip install 'lightning-hybrid[text]'"
+            "`tokenizers` must be installed to train and apply the vocabulary. Run pip install "
+            "'lightning-hybrid[text]'"
         ) from error
 
     def make(vocabulary: dict[str, int]) -> Any:

@@ -139,7 +139,7 @@ def write_rows(page: Path, new: Sequence[str]) -> None:
     start = next((at for at in range(heading, len(lines)) if lines[at].startswith("|")), None)
     if start is None:
         raise ValueError(
-            f"`readme` (={page}) must have a table under `## Results`: readme={RECORDS}."
+            f"`readme` (={page}) must have a table under `## Results`. Set readme={RECORDS}."
         )
     end = next((at for at in range(start, len(lines)) if not lines[at].startswith("|")), len(lines))
     kept = [line for line in lines[start:end] if not line.startswith(f"| {COMMAND} |")]

@@ -23,9 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = "exchange features fits hosts losses scales speed waits worlds".split()
 PRELOADED = [f"recipes.gpu.{name}" for name in _PRELOADED]
 
-NO_TIME = "no time left: give more `minutes`"
+NO_TIME = "no time left: increase `minutes`"
 ON_GLOO = "gloo"
-"""Value of `carrier` in the details of a check whose ranks talked over Gloo: NCCL was not tried."""
+"""Value of `carrier` in the details of a check whose ranks communicated over Gloo.
+
+NCCL was not tested by such a check.
+"""
 
 
 class NotHere(Exception):  # noqa: N818  not an error
@@ -265,7 +268,7 @@ def keys_from(arguments: Sequence[str]) -> dict[str, str]:
     for key in keys:
         if key not in ("out", "minutes", "only", "again", "readme"):
             usage = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=FILE"
-            raise ValueError(f"`{key}` is not known: give {usage}.")
+            raise ValueError(f"`{key}` is not known. Use {usage}.")
     return keys
 
 
@@ -279,7 +282,10 @@ def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Che
     checks_by_name = {check.name: check for check in checks}
     for name in names:
         if name not in checks_by_name:
-            raise ValueError(f"`{key}` (={name}) must be a check: {', '.join(checks_by_name)}.")
+            raise ValueError(
+                f"`{key}` (={name}) must be the name of a check. The names are "
+                f"{', '.join(checks_by_name)}."
+            )
     return [checks_by_name[name] for name in names] or list(checks)
 
 
@@ -308,7 +314,7 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
         return [CheckOutcome(**row) for row in content["checks"]], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`out` (={path.parent}) must hold the report.json of a check: {error}."
+            f"`out` (={path.parent}) must contain the report.json of a check: {error}."
         ) from error
 
 
@@ -362,6 +368,7 @@ def limit_s_from(minutes: str) -> float:
         limit_s = 0.0
     if not 0 < limit_s < 86_400:
         raise ValueError(
-            f"`minutes` (={minutes}) must be a number above zero, of a day at most: minutes=8."
+            f"`minutes` (={minutes}) must be a number above zero and at most a day. For example, "
+            "set minutes=8."
         )
     return limit_s

@@ -26,10 +26,11 @@ def files_with_gpu_tests() -> list[str]:
 def gpu_tests(request: CheckRequest) -> Details:
     """Run `pytest -m gpu`, and fail if a test fails."""
     if not request.on_cuda:
-        raise NotHere("the tests of `-m gpu` need one")
+        raise NotHere("the tests of `-m gpu` need a GPU")
     if not (ROOT / "tests").is_dir():
         raise NotHere(
-            "the tests are not in an installed package: run this in a checkout of the repository"
+            "the tests are not part of an installed package: run this in a checkout of the "
+            "repository"
         )
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     assert not missing, f"the tests need {' and '.join(missing)}: `pip install {' '.join(missing)}`"

@@ -148,9 +148,11 @@ def time_one(
 
 
 FLOOR_BYTES = {"sgd_fused_fp32": 20, "lars_fused": 24, "adamw_fused_fp32": 28, "lamb": 40}
-"""Bytes per parameter that the passes of an arm read and write. SGD reads g, w, v and writes w, v. LARS reads half
-gradients and w twice, once for norms, and v; it writes w, v. LAMB reads w, m, v once more, and by lists, which are all
-that it has on CUDA, more than is counted here."""
+"""Bytes per parameter that the update of a variant reads and writes.
+
+SGD reads g, w, v and writes w, v. LARS reads v, and half-precision gradients and w twice, once for the norms. It writes
+w, v. LAMB reads w, m, v once more. On CUDA, LAMB works on lists of tensors and moves more bytes than are counted here.
+"""
 
 
 def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int = 15) -> float:

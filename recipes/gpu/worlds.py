@@ -203,9 +203,9 @@ def run_world(
                 raise NotInTimeError(message)
             raise AssertionError(message)
         if not answer and code is None:
-            raise NotInTimeError(f"rank {rank} of {num_ranks} was not done after {limit_s:.0f} s")
+            raise NotInTimeError(f"rank {rank} of {num_ranks} did not finish in {limit_s:.0f} s")
         if not answer:
-            raise AssertionError(f"rank {rank} of {num_ranks} ended with code {code}")
+            raise AssertionError(f"rank {rank} of {num_ranks} exited with code {code}")
     return answers
 
 

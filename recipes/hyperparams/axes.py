@@ -9,10 +9,10 @@ from typing import Any, Literal
 from optuna.distributions import FloatDistribution
 
 MAX_VALUES = 1000
-"""Largest number of grid values of an axis (our choice): every value is a training run."""
+"""Maximum number of grid values of an axis (our choice). Every value is a training run."""
 
 Point = dict[str, float]
-"""Value of each key that is searched."""
+"""Value of each searched key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,18 @@ class Axis:
             raise ValueError(f"`axes.{self.key}.scale` (={self.scale!r}) must be log or linear.")
         if not self.low < self.high:
             raise ValueError(
-                f"`axes.{self.key}.low` (={self.low}) must be below `high` (={self.high}): there is nothing to search. "
-                f"To fix the key, give it to the trials: trial=[...,{self.key}={self.low}]."
+                f"`axes.{self.key}.low` (={self.low}) must be below `high` (={self.high}). To fix the "
+                f"key instead, add it to the trials: trial=[...,{self.key}={self.low}]."
             )
         if not isinstance(self.num, int) or not 2 <= self.num <= MAX_VALUES:
             raise ValueError(
-                f"`axes.{self.key}.num` (={self.num}) must be a whole number of values from 2 to {MAX_VALUES}: each is "
-                f"a training run. Set axes.{self.key}.num=4."
+                f"`axes.{self.key}.num` (={self.num}) must be a whole number from 2 to {MAX_VALUES}, "
+                f"because each value is a training run. Set axes.{self.key}.num=4."
             )
         if self.scale == "log" and self.low <= 0:
             raise ValueError(
-                f"`axes.{self.key}.low` (={self.low}) must be above zero on a logarithmic scale. Raise it, or set "
-                f"axes.{self.key}.scale=linear."
+                f"`axes.{self.key}.low` (={self.low}) must be above zero on a logarithmic scale. "
+                f"Increase it, or set axes.{self.key}.scale=linear."
             )
 
     @property
@@ -110,7 +110,8 @@ def axes_from(config: Mapping[str, Any], *, parent: str = "") -> list[Axis]:
             axes.extend(axes_from(value, parent=f"{key}."))
     if not axes and not parent:
         raise ValueError(
-            "`axes` (={}) must name what to search, such as +axes.optim.lr={low:0.1,high:10.0,num:3}."
+            "`axes` (={}) must have at least one axis. Add one, such as "
+            "+axes.optim.lr={low:0.1,high:10.0,num:3}."
         )
     return axes
 
@@ -121,7 +122,8 @@ def _axis(key: str, options: Mapping[str, Any]) -> Axis:
     wrong = sorted(missing) + sorted(unknown)
     if wrong:
         raise ValueError(
-            f"`axes.{key}` (={options}) must have low, high and num, may have scale; see {wrong[0]}."
+            f"`axes.{key}` (={options}) must have the keys low, high and num, and may have scale. "
+            f"Check the key {wrong[0]}."
         )
     return Axis(key=key, **options)
 

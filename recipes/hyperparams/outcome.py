@@ -18,7 +18,7 @@ STATES: dict[Status, TrialState] = {
     "diverged": TrialState.PRUNED,
     "failed": TrialState.FAIL,
 }
-"""Optuna's state of a trial for each status."""
+"""Optuna's trial state for each status."""
 
 
 @dataclass(frozen=True, kw_only=True)

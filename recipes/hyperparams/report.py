@@ -21,10 +21,10 @@ from recipes.hyperparams.axes import Axis
 from recipes.hyperparams.outcome import best_of, sort_key, status_of
 
 Rounds = Sequence[Sequence[FrozenTrial]]
-"""Trials that have ended, by round."""
+"""Ended trials, grouped by round."""
 
 WIDTH = 11
-"""Least width of a column on the terminal."""
+"""Minimum width of a column on the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)

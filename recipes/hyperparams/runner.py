@@ -19,7 +19,7 @@ from recipes.hyperparams.processes import Report, RunTrial, TrialProcesses
 from recipes.hyperparams.search import Search
 
 POLL_S = 1.0
-"""Time between two looks at trials of other searches in the same directory (our choice)."""
+"""Seconds between two checks for trials of other searches in the same directory (our choice)."""
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ class Search:
             self.study.set_user_attr("settings", settings)
         elif saved_settings != settings:
             raise ValueError(
-                f"`hydra.run.dir` (={folder}) must hold trials of the same settings: they are "
-                f"{saved_settings} there and "
-                f"{settings} now, and trials could not be compared. Use another directory, or set everything as it was."
+                f"`hydra.run.dir` (={folder}) must contain trials with the same settings, which were "
+                f"{saved_settings} and are now {settings}. Use the same configuration as before, or "
+                "another directory."
             )
 
     def rounds(self) -> list[list[FrozenTrial]]:

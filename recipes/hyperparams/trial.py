@@ -62,8 +62,9 @@ def configured(overrides: Sequence[str], *, run_dir: str) -> DictConfig:
     config_check.check(cfg, keys.TRAIN_KEYS)
     if cfg.trainer.num_nodes != 1:
         raise ValueError(
-            f"`trainer.num_nodes` (={cfg.trainer.num_nodes}) must be 1 in a trial: it has the ranks of one host. Set "
-            "trainer.num_nodes=1; strategy.ranks_per_node makes nodes of them."
+            f"`trainer.num_nodes` (={cfg.trainer.num_nodes}) must be 1 in a trial, because all "
+            "its ranks are on one host. Set trainer.num_nodes=1, and strategy.ranks_per_node to "
+            "emulate nodes."
         )
     return cfg
 
@@ -147,7 +148,8 @@ class Watch(Callback):
             if trainer.strategy.broadcast(should_stop) and percent < 100:
                 self.end(
                     "stopped",
-                    f"{self.objective} {value:.4g} was behind other trials after {percent} % of the run",
+                    f"{self.objective} {value:.4g} was worse than other trials after {percent} % of the "
+                    "run",
                 )
         trainer.should_stop = trainer.should_stop or self.status != "done"
 
@@ -193,7 +195,8 @@ class TrainTrial:
         if self.objective not in metrics:
             metric_names = ", ".join(sorted(metrics))
             raise ValueError(
-                f"`objective` (={self.objective}) must be something that validation logs: {metric_names}."
+                f"`objective` (={self.objective}) must be a metric that validation logs. The metrics "
+                f"are {metric_names}."
             )
         value = metrics[self.objective]
         if not math.isfinite(value):
@@ -203,7 +206,7 @@ class TrainTrial:
         accuracy = metrics.get(m.VAL_ACC)
         if accuracy is not None and is_at_chance(accuracy, 1 / cfg.model.num_classes):
             reason = (
-                f"{m.VAL_ACC} is {accuracy:.4g} at the end, no better than guessing one of "
+                f"{m.VAL_ACC} is {accuracy:.4g} at the end, no better than guessing among "
                 f"{cfg.model.num_classes} classes"
             )
             return Outcome(status="diverged", reason=reason, metrics=metrics)

@@ -137,12 +137,18 @@ class AlexNetBN(nn.Module):
             ("image_size", image_size),
             ("stem_stride", stem_stride),
         ):
-            require_whole(name, value, f"it is counted. Set model.{name}")
+            require_whole(name, value, f"it is a count or a size. Set model.{name}")
         require_whole(
-            "stem_padding", stem_padding or 0, "it is counted. Set model.stem_padding", least=0
+            "stem_padding",
+            stem_padding or 0,
+            "it is a number of pixels. Set model.stem_padding",
+            least=0,
         )
         require_number(
-            "bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True
+            "bn_eps",
+            bn_eps,
+            "BatchNorm adds it to the variance. Set model.bn_eps=1.0e-5",
+            above=True,
         )
         channels = [round(width * num_channels) for num_channels in CONV_CHANNELS]
         _check(
@@ -169,8 +175,8 @@ class AlexNetBN(nn.Module):
             size = conv.out_size(size, pool_padding=pool_padding)
         if size < 1:
             raise ValueError(
-                f"`image_size` (={image_size}) must leave at least one pixel after pool5: nothing is left for fc6. "
-                "Set a larger model.image_size, or a smaller model.stem_stride."
+                f"`image_size` (={image_size}) must leave at least one pixel after pool5. Set a "
+                "larger model.image_size, or a smaller model.stem_stride."
             )
 
         # Not grouped, unlike both of Ginsburg's networks, which use two groups: Jia et al. report 62 million
@@ -281,8 +287,12 @@ class AlexNet(nn.Module):
         slice_fc: SliceFC = "off",
     ) -> None:
         super().__init__()
-        require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
-        require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
+        require_whole(
+            "num_classes", num_classes, "it is a number of classes. Set model.num_classes"
+        )
+        require_whole(
+            "in_channels", in_channels, "it is a number of channels. Set model.in_channels=3"
+        )
         self.checkpoint_activations = checkpoint_activations
         self.node_slices = _node_slices(
             slice_fc, ("classifier.1", "classifier.4"), ("classifier.6",)
@@ -323,8 +333,8 @@ class AlexNet(nn.Module):
 def _node_slices(slice_fc: SliceFC, *layers: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     if slice_fc not in ("off", "node", False):
         raise ValueError(
-            f"`slice_fc` (={slice_fc!r}) must be off or node: whether the ranks of a node share the fully connected "
-            "layers. Set model.slice_fc=node, or leave it out."
+            f"`slice_fc` (={slice_fc!r}) must be off or node. Set model.slice_fc=node to divide "
+            "the fully connected layers among the ranks of a node, or leave it out."
         )
     if slice_fc == "node":
         return layers
@@ -336,22 +346,22 @@ def _check(
 ) -> None:
     if min(channels) < 1:
         raise ValueError(
-            f"`width` (={width}) must leave every layer at least one channel: conv1 would have {channels[0]}. "
-            f"The smallest that fits is model.width={1 / CONV_CHANNELS[0]:.4f}."
+            f"`width` (={width}) must leave every layer at least one channel, and conv1 would "
+            f"have {channels[0]}. Set model.width={1 / CONV_CHANNELS[0]:.4f} or more."
         )
     for name, kernel in kernels.items():
         if kernel % 2 == 0:
             raise ValueError(
-                f"`{name}` (={kernel}) must be odd: the padding that centres it would be half a pixel. "
-                f"Use model.{name}={kernel + 1}."
+                f"`{name}` (={kernel}) must be odd, so that the padding is a whole number of pixels. "
+                f"Set model.{name}={kernel + 1}."
             )
     if bn_position not in get_args(BNPosition):
         raise ValueError(
-            f"`bn_position` (={bn_position}) must be one of {', '.join(get_args(BNPosition))}: there is no other "
-            "place for the convolutions' BatchNorm. Set model.bn_position."
+            f"`bn_position` (={bn_position}) must be one of {', '.join(get_args(BNPosition))}. "
+            "Set model.bn_position to one of them."
         )
     if pool_padding not in (0, 1):
         raise ValueError(
-            f"`pool_padding` (={pool_padding}) must be 0 or 1: more than half of the 3x3 window would be padding. "
-            "Set model.pool_padding."
+            f"`pool_padding` (={pool_padding}) must be 0 or 1, at most half of the 3x3 window. "
+            "Set model.pool_padding=1."
         )

@@ -171,10 +171,17 @@ class ResNet(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
-        require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
-        require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
+        require_whole(
+            "num_classes", num_classes, "it is a number of classes. Set model.num_classes"
+        )
+        require_whole(
+            "in_channels", in_channels, "it is a number of channels. Set model.in_channels=3"
+        )
         require_number(
-            "bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True
+            "bn_eps",
+            bn_eps,
+            "BatchNorm adds it to the variance. Set model.bn_eps=1.0e-5",
+            above=True,
         )
         _check(depth=depth, variant=variant, stem=stem, zero_gamma=zero_gamma, width=width)
         self.checkpoint_activations = checkpoint_activations
@@ -272,10 +279,10 @@ def _check(*, depth: int, variant: str, stem: str, zero_gamma: str, width: float
         if value not in allowed:
             choices = ", ".join(map(str, allowed))
             raise ValueError(
-                f"`{name}` (={value}) must be one of {choices}: no other is known. Set model.{name}."
+                f"`{name}` (={value}) must be one of {choices}. Set model.{name} to one of them."
             )
     if round(width * STAGE_CHANNELS[0]) < 1:
         raise ValueError(
-            f"`width` (={width}) must leave every layer at least one channel: conv1 would have none. "
-            f"Use model.width={1 / STAGE_CHANNELS[0]} or more."
+            f"`width` (={width}) must leave every layer at least one channel, and conv1 would "
+            f"have none. Set model.width={1 / STAGE_CHANNELS[0]} or more."
         )

@@ -71,8 +71,8 @@ def build(
     if isinstance(trainer.strategy, FullyShardedStrategy):
         if kind.func is not Classifier:
             raise ValueError(
-                f"`module` (={kind.func.__name__}) and strategy=fsdp2 cannot be combined: it shards a Classifier only. "
-                "Set strategy=hybrid."
+                f"`module` (={kind.func.__name__}) and strategy=fsdp2 cannot be combined, because "
+                "this strategy only shards a Classifier. Set strategy=hybrid."
             )
         kind = ShardedClassifier
     module = kind(

@@ -81,9 +81,7 @@ class Classifier(pl.LightningModule):
             switches | {"channels_last": channels_last, "compile": compile}
         ).items():
             if not isinstance(value, bool):
-                raise ValueError(
-                    f"`{name}` (={value}) must be true or false: it is a switch. Set {name}=true."
-                )
+                raise ValueError(f"`{name}` (={value}) must be true or false. Set {name}=true.")
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model: nn.Module = model.to(memory_format=self.memory_format)  # type: ignore[call-overload,unused-ignore]
         if compile:
@@ -164,13 +162,15 @@ class Classifier(pl.LightningModule):
             else:
                 name = "warmup_epochs"
             log.warning(
-                f"`{name}` (={getattr(self, name)}) is {asked} steps, and the run has {total_steps}: all of it is "
-                f"warm-up, which reaches optim.lr in the last step. Set a smaller {name}, or train longer."
+                f"`{name}` (={getattr(self, name)}) is {asked} steps, and the run has only "
+                f"{total_steps}: the learning rate reaches optim.lr in the last step. Set a smaller "
+                f"{name}, or train longer."
             )
         if steps_per_epoch < FEW_STEPS and total_steps < MANY_STEPS and self.trainer.is_global_zero:
             log.warning(
-                f"an epoch has {steps_per_epoch} steps, and the run {total_steps}: a network learns little in so few. "
-                "Set a smaller global_batch_size, or for images of your own recipe=small_images."
+                f"an epoch has only {steps_per_epoch} steps, and the run {total_steps}, which is too "
+                "few for most networks. Set a smaller global_batch_size, or recipe=small_images for "
+                "your own images."
             )
         # A short run, such as a test of three steps, may end during its warm-up.
         warmup_steps = min(asked or 0, total_steps - 1)
@@ -201,10 +201,11 @@ class Classifier(pl.LightningModule):
         if self.trainer.is_global_zero:
             log.warning(
                 f"the schedule now has {self._planned_steps['total_steps']} steps instead of "
-                f"{saved_steps['total_steps']}, and {self._planned_steps['warmup_steps']} steps of warm-up instead of "
-                f"{saved_steps['warmup_steps']}: after step {self.trainer.global_step} the learning rate jumps from "
-                f"{rate_before:g} to {float(rates[0]):g}. The result is not that of a run of this length without a "
-                "stop."
+                f"{saved_steps['total_steps']}, and {self._planned_steps['warmup_steps']} steps of "
+                f"warm-up instead of {saved_steps['warmup_steps']}: after step "
+                f"{self.trainer.global_step} the learning rate jumps from {rate_before:g} to "
+                f"{float(rates[0]):g}. The result differs from that of an uninterrupted run of this "
+                "length."
             )
 
     def _num_steps(self) -> tuple[int, int]:
@@ -228,12 +229,13 @@ class Classifier(pl.LightningModule):
 def _check_warmup(epochs: Any, steps: Any) -> None:
     if (epochs is None) == (steps is None):
         if steps is not None:
-            problem = "both say how long the warm-up is"
+            problem = "both set the length of the warm-up"
         else:
-            problem = "nothing says how long the warm-up is"
+            problem = "neither sets the length of the warm-up"
         raise ValueError(
-            f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and one null: {problem}. "
-            "Set warmup_epochs=null or warmup_steps=null, and the other to a number, 0 for none."
+            f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and "
+            f"one null: {problem}. Set one of them to null and the other to a number, which is 0 "
+            "for no warm-up."
         )
     name = "warmup_steps"
     value = steps
@@ -245,13 +247,13 @@ def _check_warmup(epochs: Any, steps: Any) -> None:
     fits = isinstance(value, int) or (isinstance(value, float) and steps is None)
     if not fits or isinstance(value, bool) or value < 0:
         raise ValueError(
-            f"`{name}` (={value}) must be a {kind}, at least 0: it is a length of time. Set {name}=0."
+            f"`{name}` (={value}) must be a {kind}, at least 0. Set {name}=0 for no warm-up."
         )
 
 
 def _check_label_smoothing(value: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
         raise ValueError(
-            f"`label_smoothing` (={value}) must be from 0 to less than 1: it is the part of a target that is spread "
-            "over all classes. 0 is off, 0.1 is usual: label_smoothing=0.1."
+            f"`label_smoothing` (={value}) must be from 0 to less than 1, because it is a "
+            "fraction of the target. Set label_smoothing=0.1, or 0 to disable it."
         )

@@ -31,14 +31,14 @@ PANELS = (
     ("Images per second", m.IMAGES_PER_S, "", False),
 )
 RESULTS = ("test", "val")
-"""Groups of metrics that come first."""
+"""Groups of metrics that are listed first."""
 MOST_POINTS = 80  # per curve in a figure; longer curves are drawn as averages of several points
 _OF_THE_PLACE = ("run_dir", "default_root_dir", "dirpath", "save_dir")
-"""Keys that hold where a run was written: they differ between any two."""
+"""Keys that contain the output directory of a run, and therefore differ between any two runs."""
 _OF_HYDRA = ("_partial_", "_recursive_", "_convert_", "_args_")
-"""Keys that say how a part is built."""
+"""Keys that tell Hydra how to build a part."""
 _COPY = ".kept."
-"""Group of keys under which checkpoints have a copy of other keys."""
+"""Group of keys under which checkpoints contain a copy of other keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,19 +93,16 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
     """
     if not folders:
         raise ValueError(
-            "`runs` (=[]) must name at least one run directory: there is nothing to lay side by side. Give "
-            "runs=[outputs/a,outputs/b]."
+            "`runs` (=[]) must name at least one run directory. Set runs=[outputs/a,outputs/b]."
         )
     places = [folder.resolve() for folder in folders]
     for location in places:
         if places.count(location) > 1:
-            raise ValueError(
-                f"`runs` (={location}) must name each run once: it would be compared with itself."
-            )
+            raise ValueError(f"`runs` (={location}) must name each run once. Remove the duplicate.")
     if names is not None and len(set(names)) != len(folders):
         raise ValueError(
-            f"`names` (={list(names)}) must hold one name of its own for each of {len(folders)} runs, in the order of "
-            "`runs`. Leave it out to have the folders' names."
+            f"`names` (={list(names)}) must have a different name for each of {len(folders)} "
+            "runs, in the order of `runs`. Leave it out to use the names of the folders."
         )
     if names is not None:
         labels = names
@@ -127,23 +124,25 @@ def read_run(folder: Path, *, name: str) -> Run:
             content = json.loads(path.read_text())
         except (FileNotFoundError, NotADirectoryError):
             if not folder.is_dir():
-                state = "there is no such folder"
+                state = "the folder does not exist"
             else:
-                state = f"it holds no {file}"
+                state = f"it contains no {file}"
             raise ValueError(
-                f"`runs` (={folder}) must name directories that a finished run wrote: {state}. The callback RunReport "
-                f"writes {' and '.join(FILES)} when training ends; `{command('train')}` prints the directory."
+                f"`runs` (={folder}) must name directories of finished runs: {state}. The callback "
+                f"RunReport writes {' and '.join(FILES)} at the end of training, and "
+                f"`{command('train')}` prints the directory."
             ) from None
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"`runs` (={path}) must be whole: {error}. The file was cut or changed after the run had written it; "
-                "leave this run out, or run it again with resume=auto, which writes it again."
+                f"`runs` (={path}) must be an undamaged file: {error}. Leave this run out, or resume "
+                "it with resume=auto to write the file again."
             ) from error
         files.append(content)
     summary, curves = files
     if not isinstance(summary, dict) or not isinstance(curves, dict) or "metrics" not in summary:
         raise ValueError(
-            f"`runs` (={folder}) must hold a run's summary: {FILES[0]} has no `metrics`. Leave it out."
+            f"`runs` (={folder}) must contain the summary of a run, and {FILES[0]} has no "
+            "`metrics`. Leave this run out."
         )
     points = {
         name: [(int(step), float(value)) for step, value in curve] for name, curve in curves.items()

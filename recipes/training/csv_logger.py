@@ -40,13 +40,13 @@ class _Writer(ExperimentWriter):
         except OSError as error:
             if not self.is_failing:
                 rank_zero_warn(
-                    f"{path} takes no more rows ({error.strerror}): the run goes on, and they are written as soon as "
-                    "there is space. Free some on that disk."
+                    f"{path} cannot be written ({error.strerror}). The run continues, and writes the rows "
+                    "as soon as there is space: free some on that disk."
                 )
             self.is_failing = True
             return
         if self.is_failing:
-            rank_zero_info(f"{path} has all rows again")
+            rank_zero_info(f"{path} is complete again")
         self.metrics_keys = columns
         self.metrics = []
         self.is_failing = False
@@ -79,9 +79,9 @@ class CSVRows(CSVLogger):
             kept_rows = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(kept_rows) < self._num_rows_kept:
                 rank_zero_warn(
-                    f"{path} has {len(kept_rows)} rows, and the checkpoint knows "
-                    f"{self._num_rows_kept}: the others were "
-                    "lost with the machine. curves.json of the run directory has all that training logged."
+                    f"{path} has {len(kept_rows)} rows, and the checkpoint counts {self._num_rows_kept}: "
+                    "the other rows were lost. All logged metrics are in curves.json of the run "
+                    "directory."
                 )
             columns = sorted({name for row in kept_rows for name in row})
             if kept_rows:
@@ -121,7 +121,8 @@ class CSVRows(CSVLogger):
         super().finalize(status)
         if self._experiment is not None and self._experiment.metrics:
             rank_zero_warn(
-                f"{len(self._experiment.metrics)} rows of metrics are not in {self.log_dir}: no space for them."
+                f"{len(self._experiment.metrics)} rows of metrics could not be written to "
+                f"{self.log_dir}, because the disk is full."
             )
 
 

@@ -82,8 +82,9 @@ def check_precision(cfg: DictConfig) -> None:
         "bf16-true",
     ):
         raise ValueError(
-            f"`precision` (='{cfg.precision}') and strategy=fsdp2 cannot be combined: its shards are fp32 masters, and "
-            "nothing of Lightning's scales the loss there. Set precision=16-true, bf16-true, bf16-mixed or 32-true."
+            f"`precision` (='{cfg.precision}') and strategy=fsdp2 cannot be combined: the shards "
+            "are fp32 master weights, and Lightning does not scale the loss for them. Set "
+            "precision=16-true, bf16-true, bf16-mixed or 32-true."
         )
 
 
@@ -99,8 +100,9 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
         trainer.strategy, HybridAllReduceStrategy
     ):
         raise ValueError(
-            f"`model.slice_fc` (=node) and `strategy` (={type(trainer.strategy).__name__}) cannot be combined: this "
-            "strategy does not cut layers over ranks. Set strategy=hybrid, or model.slice_fc=off."
+            f"`model.slice_fc` (=node) and `strategy` (={type(trainer.strategy).__name__}) cannot "
+            "be combined, because this strategy does not divide layers among ranks. Set "
+            "strategy=hybrid, or model.slice_fc=off."
         )
     num_classes = getattr(data, "num_classes", 0)
     shape = getattr(data, "image_shape", None)
@@ -123,13 +125,15 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
         except (RuntimeError, ValueError) as error:
             reason = first_line(error)
             raise ValueError(
-                f"`model` (={type(model).__name__}) must take images of {' x '.join(map(str, shape))}, which "
-                f"{type(data).__name__} gives: {reason}. Set {' '.join([_fitting(cfg, shape), *also])}."
+                f"`model` (={type(model).__name__}) must accept the images of {type(data).__name__}, "
+                f"which are {' x '.join(map(str, shape))}: {reason}. Set "
+                f"{' '.join([_fitting(cfg, shape), *also])}."
             ) from error
     if cfg.model.num_classes < num_classes:
         raise ValueError(
-            f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
-            f"{type(data).__name__} (={num_classes}): the others would have no logit. Set {' '.join(also)}."
+            f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of "
+            f"classes of {type(data).__name__} (={num_classes}), because every class needs a "
+            f"logit. Set {' '.join(also)}."
         )
     # raises if the batch has more images than the dataset
     EpochOrder(num_images=num_images, global_batch_size=batch, seed=0, **parts)

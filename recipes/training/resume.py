@@ -23,7 +23,7 @@ from lightning_hybrid.checkpoint.file import (
 from recipes.cli.preflight import check_resume
 
 NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
-"""Saved keys that change no number of a run, but for the order of additions."""
+"""Saved keys that do not influence results, except by the order of additions."""
 
 
 # ---- which -----------------------------------------------------------------------------------------------------------
@@ -89,12 +89,14 @@ def newest_whole(folder: Path) -> Path | None:
             refused.append(str(error))
             continue
         for words in refused:
-            rank_zero_warn(f"{words} It is passed over: the run resumes from {candidate.path}.")
+            rank_zero_warn(
+                f"{words} The run skips this checkpoint and resumes from {candidate.path}."
+            )
         return candidate.path
     if refused:
         raise ValueError(
-            f"`resume` (=auto) found no whole checkpoint in {folder}: {' '.join(refused)} Begin again with "
-            "resume=null, or name another checkpoint."
+            f"`resume` (=auto) found no undamaged checkpoint in {folder}: {' '.join(refused)} Set "
+            "resume=null to start again, or name another checkpoint."
         )
     return None
 
@@ -155,13 +157,16 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         old = dict(_leaves(before))
         new = dict(_leaves(now))
         if further_keys:
-            also = f" So must {', '.join(f'{further_key} (={old.get(further_key)})' for further_key in further_keys)}."
+            also = (
+                " The same holds for "
+                f"{', '.join(f'{further_key} (={old.get(further_key)})' for further_key in further_keys)}."
+            )
         else:
             also = ""
         raise ValueError(
-            f"`{key}` (={new.get(key)}) must be that of the checkpoint (={old.get(key)}): {path} is of another run, "
-            f"and its weights, optimizer state and schedule would not be what this configuration leads to.{also} Set "
-            f"{key}={old.get(key)}, or begin again in another directory: hydra.run.dir=..., without `resume`."
+            f"`{key}` (={new.get(key)}) must be the same as in the checkpoint (={old.get(key)}), "
+            f"because {path} belongs to a run with another configuration.{also} Set "
+            f"{key}={old.get(key)}, or start a new run in another hydra.run.dir without `resume`."
         )
 
 
@@ -225,6 +230,7 @@ class SameCheckpoint(Callback):
                 f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(paths[:8])
             )
             raise ValueError(
-                f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank, and is not: {marks}. Let "
-                "hydra.run.dir be a directory that all nodes share, or give each the same file by resume=<path>."
+                f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank: {marks}. "
+                "Set hydra.run.dir to a directory that all nodes share, or give every rank the same "
+                "file by resume=<path>."
             )

@@ -191,7 +191,7 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_simulated(mo
     check_pictures(cfg)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=r"`pictures` \(=true\) must have matplotlib.*'lightning-hybrid\[report\]'"
+        ValueError, match=r"`pictures` \(=true\) needs matplotlib.*'lightning-hybrid\[report\]'"
     ):
         check_pictures(cfg)
     cfg.pictures = False
@@ -207,7 +207,7 @@ def test_a_model_of_unknown_pace_is_refused():
     cfg = composed("simulate", "run_dir=/nowhere", "cluster=p100_25gbe")
     with pytest.raises(
         ValueError,
-        match=r"`images_per_s` \(=null\) must be given: 4 x Tesla P100 .* for model=mine",
+        match=r"`images_per_s` \(=null\) is required, because 4 x Tesla P100 .* for model=mine",
     ):
         rate_of(cfg, "mine", 10**9)
     cfg.cluster.peak_flops = 1e12

@@ -157,12 +157,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path):
     for ask, words in (
         (
             ["world.devices=1", "world.num_nodes=1"],
-            r"`world.devices` \(=1\) must make two ranks or more",
+            r"`world.devices` \(=1\) and `world.num_nodes` \(=1\) must give at least two ranks",
         ),
-        ([*two, "name=a/b"], r"`name` \(=a/b\) must be letters, digits and _"),
+        ([*two, "name=a/b"], r"`name` \(=a/b\) must consist of letters, digits and _"),
         (
             [*two, f"run_dir={file}/inside"],
-            r"`hydra.run.dir` \(=.*\) must be a folder that can be written",
+            r"`hydra.run.dir` \(=.*\) must be a writable folder",
         ),
     ):
         with pytest.raises(ValueError, match=words):

@@ -150,13 +150,13 @@ class TrainCrop:
     def __post_init__(self) -> None:
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise ValueError(
-                f"`area` (={list(self.area)}) must be two fractions of an image's area, the lesser first: ImageNet's "
-                "usual is data.area=[0.08,1.0]."
+                f"`area` (={list(self.area)}) must be two fractions of an image's area, the smaller "
+                "one first. The usual values for ImageNet are data.area=[0.08,1.0]."
             )
         if not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(
-                f"`aspect` (={list(self.aspect)}) must be two ratios of width to height, the lesser first: ImageNet's "
-                "usual is data.aspect=[0.75,1.3333333333333333]."
+                f"`aspect` (={list(self.aspect)}) must be two ratios of width to height, the smaller "
+                "one first. The usual values for ImageNet are data.aspect=[0.75,1.3333333333333333]."
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
@@ -186,8 +186,9 @@ class EvalCrop:
     def __post_init__(self) -> None:
         if self.eval_resize < self.image_size:
             raise ValueError(
-                f"`eval_resize` (={self.eval_resize}) must be at least `image_size` (={self.image_size}): the centre "
-                f"is cut out of the resized image. Set data.eval_resize={round(self.image_size / 0.875)}."
+                f"`eval_resize` (={self.eval_resize}) must be at least `image_size` "
+                f"(={self.image_size}), because the centre is cut out of the resized image. Set "
+                f"data.eval_resize={round(self.image_size / 0.875)}."
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:

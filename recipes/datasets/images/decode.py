@@ -49,8 +49,8 @@ def check_decoder(decoder: str) -> None:
         )
     if decoder == "simplejpeg" and simplejpeg is None:
         raise ValueError(
-            "`decoder` (='simplejpeg') must be installed: pip install 'lightning-hybrid[jpeg]', or set "
-            "data.decoder=pillow."
+            "`decoder` (='simplejpeg') must be installed. Run pip install "
+            "'lightning-hybrid[jpeg]', or set data.decoder=pillow."
         )
 
 
@@ -82,7 +82,8 @@ def _check_size(height: int, width: int) -> None:
     # Checked in the header before memory is allocated: a tiny file can claim to have gigabytes of pixels.
     if height * width > MAX_PIXELS:
         raise CorruptImageError(
-            f"{height} x {width} pixels are more than {MAX_PIXELS}, and take {height * width * 3} bytes"
+            f"{height} x {width} pixels are more than {MAX_PIXELS} and would take "
+            f"{height * width * 3} bytes"
         )
 
 

@@ -16,7 +16,10 @@ from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.order import Batch, Indices
 
 LoadRow = Callable[[int, Tensor], int]
-"""`(image's index, uint8 row of the batch "channels height width" to fill) -> label`; called from several threads."""
+"""Function `(image index, row to fill) -> label`, which several threads call.
+
+The row is uint8 `"channels height width"`.
+"""
 
 
 @dataclass
@@ -67,7 +70,7 @@ class ThreadedBatches(Iterator[Batch]):
         num_batches_ahead: int,
     ) -> None:
         for name, value in (("num_threads", num_threads), ("num_batches_ahead", num_batches_ahead)):
-            require_whole(name, value, f"with none no batch would be filled. Set {name}=1")
+            require_whole(name, value, f"otherwise no batch would be filled. Set {name}=1")
         # Decoding and resizing release the GIL, so threads work in parallel, and need no start-up and copies as
         # processes do.
         self._work = _Work(iter(shares), load_row, take_buffer, num_batches_ahead)
@@ -172,8 +175,8 @@ class _Work:
         # A fork copies this object without its threads, and would wait forever without this error.
         if self.process_id != os.getpid():
             raise RuntimeError(
-                "the threads of this iterator live in the process that made it, and this is a fork of it: iterate over "
-                "the loader again here"
+                "the threads of this iterator belong to the process that created it, and this "
+                "process is a fork of it: create a new iterator over the loader in this process"
             )
         if self.stopped:
             raise StopIteration

@@ -40,8 +40,8 @@ class ImageFolder(ImageSource):
             labels.append(np.full(len(files), label, dtype=np.int64))
         if empty:
             raise ValueError(
-                f"`root` (={folder.parent}) must have images in each class folder: {folder.name}/ has none in "
-                f"{_some(empty)}. Unpack them again, or remove the empty folders."
+                f"`root` (={folder.parent}) must have images in each class folder, and {folder.name}/ "
+                f"has none in {_some(empty)}. Unpack these images again, or remove the empty folders."
             )
         self.labels = np.concatenate(labels)
         # One array takes 20 bytes per image. Python strings would take several times as much, in every process.
@@ -67,19 +67,19 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     packed = [name for name in archives if name.split(".")[0] not in folders]
     if packed:
         raise ValueError(
-            f"`root` (={folder.parent}) must be unpacked: {folder.name}/ holds {_some(packed)}. Unpack each into "
-            "a folder of its own name."
+            f"`root` (={folder.parent}) must be unpacked, and {folder.name}/ contains "
+            f"{_some(packed)}. Unpack each archive into a folder of the same name."
         )
     if loose:
         raise ValueError(
-            f"`root` (={folder.parent}) must have each image in the folder of its class: {folder.name}/ holds "
-            f"{_some(loose)}, which says nothing about what it shows. Move them into {folder.name}/<class>/, as "
-            "the well-known valprep.sh does for ImageNet's validation images."
+            f"`root` (={folder.parent}) must have each image in the folder of its class, and "
+            f"{folder.name}/ contains {_some(loose)} outside of class folders. Move the images "
+            f"into {folder.name}/<class>/, as valprep.sh does for ImageNet's validation images."
         )
     if not folders:
         raise ValueError(
-            f"`root` (={folder.parent}) must have a folder per class: {folder.name}/ has none. ImageNet has 1,000, "
-            f"such as {folder.name}/n01440764/."
+            f"`root` (={folder.parent}) must have a folder per class, and {folder.name}/ has "
+            f"none. ImageNet has 1,000 of them, such as {folder.name}/n01440764/."
         )
     return tuple(folders)
 
@@ -109,14 +109,15 @@ def check_root(
     """
     if not root.is_dir():
         raise ValueError(
-            f"`root` (={root}) must be a folder that holds {' and '.join(f'{split}/' for split in splits)}: there is "
-            f"no such folder. Set {key}=..."
+            f"`root` (={root}) must be a folder that contains "
+            f"{' and '.join(f'{split}/' for split in splits)}, and there is no such folder. Set "
+            f"{key}=<folder>."
         )
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
         archives = _entries(root)[2]
         if archives:
-            hint = f"; {_some(archives)} is to be unpacked first"
+            hint = f"; unpack {_some(archives)} first"
         else:
             hint = ""
         above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
@@ -125,8 +126,8 @@ def check_root(
                 "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
             )
         raise ValueError(
-            f"`root` (={root}) must hold {' and '.join(f'{split}/' for split in splits)}: {missing[0]}/ is missing"
-            f"{hint}. {above}."
+            f"`root` (={root}) must contain {' and '.join(f'{split}/' for split in splits)}, and "
+            f"{missing[0]}/ is missing{hint}. {above}."
         )
 
 
@@ -144,7 +145,7 @@ def check_same_classes(
     Traceback (most recent call last):
         ...
     ValueError: `root` (=data) must have the same classes in train/ and val/: dog only in train/; cow only in val/. \
-Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
+Complete the dataset: labels are numbered in the order of class names, so accuracies would be meaningless.
     """
     only = [
         (sorted({*classes} - {*other_classes}), name)
@@ -156,14 +157,14 @@ Labels are numbered in order of the class names, so the accuracy would mean noth
         )
         raise ValueError(
             f"`root` (={root}) must have the same classes in train/ and val/: {differences}. "
-            "Labels are numbered in order of "
-            "the class names, so the accuracy would mean nothing. Complete the set."
+            "Complete the dataset: labels are numbered in the order of class names, so "
+            "accuracies would be meaningless."
         )
     if len(train) != num_classes:
         raise ValueError(
-            f"`num_classes` (={num_classes}) must be the number of classes in `root` (={root}): there are "
-            f"{len(train)}. Set model.num_classes={len(train)}, or complete the set; for images of your own, "
-            "data=images model=resnet50 counts them."
+            f"`num_classes` (={num_classes}) must be the number of classes in `root` (={root}), "
+            f"which is {len(train)}. Set model.num_classes={len(train)} or complete the dataset. "
+            "For your own images, data=images model=resnet50 counts the classes."
         )
 
 

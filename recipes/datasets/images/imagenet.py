@@ -79,7 +79,10 @@ class ImageNetDataModule(ImageDataModule):
             ("max_corrupt_images", max_corrupt_images, 0),
         ):
             require_whole(
-                name, value, f"it is counted. Set data.{name}={least} or more", least=least
+                name,
+                value,
+                f"it is a count or a size. Set data.{name}={least} or more",
+                least=least,
             )
         self.decoder = decoder or default_decoder()
         check_decoder(self.decoder)

@@ -100,7 +100,7 @@ class ShardIndex:
             Exception
         ) as error:  # a damaged file raises many kinds of exceptions, even MemoryError
             raise ValueError(
-                f"{path} (index of shards) is damaged ({error}): pack the images again."
+                f"{path} (index of shards) is damaged: {error}. Pack the images again."
             ) from error
         version = columns.pop("format_version", np.asarray(-1))
         if version.shape == () and version.dtype.kind in "iu":
@@ -109,8 +109,8 @@ class ShardIndex:
             version = -1
         if version != FORMAT_VERSION or columns.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
-                f"{path} (index of shards, version {version}) must be of version {FORMAT_VERSION}: pack the images "
-                "again with `lightning-hybrid pack` of this version."
+                f"{path} (index of shards, version {version}) must have version {FORMAT_VERSION}. "
+                "Pack the images again with `lightning-hybrid pack` of this version."
             )
         _check_arrays(path, columns)
         columns["classes"] = tuple(str(name) for name in columns["classes"])
@@ -120,8 +120,9 @@ class ShardIndex:
             index.labels.min() >= 0 and index.labels.max() < len(index.classes)
         ):
             raise ValueError(
-                f"{path} (index of shards) has labels from {index.labels.min()} to {index.labels.max()}, which must be "
-                f"from 0 to {len(index.classes) - 1}, as there are {len(index.classes)} classes: pack the images again."
+                f"{path} (index of shards) has labels from {index.labels.min()} to "
+                f"{index.labels.max()}, and {len(index.classes)} classes need labels from 0 to "
+                f"{len(index.classes) - 1}. Pack the images again."
             )
         return index
 
@@ -139,7 +140,8 @@ _INTEGERS = (
 
 def _refuse(path: Path, name: str, rule: str) -> None:
     raise ValueError(
-        f"{path} (index of shards): `{name}` {rule}: pack the images again, or copy the index again."
+        f"{path} (index of shards): `{name}` {rule}. Pack the images again, or copy the index "
+        "again."
     )
 
 
@@ -149,11 +151,12 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
             _refuse(
                 path,
                 name,
-                f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a row of whole numbers",
+                f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a one-dimensional array of "
+                "whole numbers",
             )
     for name, kind in (("names", "S"), ("classes", "U")):
         if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
-            _refuse(path, name, f"(={arrays[name].dtype}) must be names in a row")
+            _refuse(path, name, f"(={arrays[name].dtype}) must be a one-dimensional array of names")
     num_images = len(arrays["labels"])
     num_shards = len(arrays["shard_num_bytes"])
     for name in ("shards", "offsets", "num_bytes", "crc32s", "names"):
@@ -161,13 +164,14 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
             _refuse(
                 path,
                 name,
-                f"(={len(arrays[name])} rows) must have a row for each of {num_images} labels",
+                f"(={len(arrays[name])} rows) must have one row per label, that is {num_images}",
             )
     if len(arrays["shard_crc32s"]) != num_shards:
         _refuse(
             path,
             "shard_crc32s",
-            f"(={len(arrays['shard_crc32s'])} rows) must have a row for each shard (={num_shards})",
+            f"(={len(arrays['shard_crc32s'])} rows) must have one row per shard, that is "
+            f"{num_shards}",
         )
 
 
@@ -210,8 +214,9 @@ class ShardedImages(ImageSource):
         self.folder = folder
         if not (folder / INDEX_NAME).is_file():
             raise ValueError(
-                f"`root` (={folder.parent}) must be packed to its end: {folder.name}/ has shards but no {INDEX_NAME}. "
-                "Run `lightning-hybrid pack` again as before: it goes on where it was."
+                f"`root` (={folder.parent}) must be packed completely, and {folder.name}/ has shards "
+                f"but no {INDEX_NAME}. Run the same `lightning-hybrid pack` command again, which "
+                "continues the packing."
             )
         self.index = ShardIndex.load(folder / INDEX_NAME)
         _check_bounds(folder / INDEX_NAME, self.index)
@@ -229,9 +234,9 @@ class ShardedImages(ImageSource):
                 else:
                     fault = f"has {actual_bytes} bytes"
                 raise ValueError(
-                    f"`root` (={folder.parent}) must hold each shard whole: {folder.name}/{path.name} {fault}, and "
-                    f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run "
-                    "`lightning-hybrid pack` again."
+                    f"`root` (={folder.parent}) must contain complete shards: {folder.name}/{path.name} "
+                    f"{fault}, and should have {num_bytes} bytes. Copy the file again, or remove "
+                    f"{INDEX_NAME} and run `lightning-hybrid pack` again."
                 )
         self._files: dict[tuple[int, int], int] = {}  # (process id, shard) -> file descriptor
 
@@ -242,7 +247,7 @@ class ShardedImages(ImageSource):
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
         if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
             if len(data) != num_bytes:
-                fault = f"{len(data)} of {num_bytes} bytes are there"
+                fault = f"only {len(data)} of {num_bytes} bytes exist"
             else:
                 fault = "its checksum differs"
             raise CorruptImageError(fault)

@@ -80,8 +80,8 @@ class DecodedImages(RowSource):
     ) -> None:
         if max_corrupt_images < 0:
             raise ValueError(
-                f"`max_corrupt_images` (={max_corrupt_images}) must not be negative: it counts images. Set "
-                "data.max_corrupt_images=0 to end the run at the first."
+                f"`max_corrupt_images` (={max_corrupt_images}) must not be negative. Set "
+                "data.max_corrupt_images=0 to stop at the first corrupt image."
             )
         self.source = source
         self.crop = crop
@@ -111,7 +111,8 @@ class DecodedImages(RowSource):
                 continue
             return pixels, int(self.source.labels[candidate])
         raise CorruptImageError(
-            f"none of the {self.num_images} images can be read, such as {self.source.name(index)}"
+            f"none of the {self.num_images} images can be read, for example "
+            f"{self.source.name(index)}"
         )
 
     def _count(self, index: int, error: Exception) -> None:
@@ -124,11 +125,13 @@ class DecodedImages(RowSource):
         num_corrupt = len(self.corrupt)
         if num_corrupt > self.max_corrupt_images:
             raise CorruptImageError(
-                f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of images that cannot "
-                f"be read: this rank met {num_corrupt}, the last {name} ({error}). Repair the set, or set "
-                f"data.max_corrupt_images to how many may be replaced by other images."
+                f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of "
+                f"unreadable images: this rank found {num_corrupt}, the last one is {name} ({error}). "
+                "Repair the dataset, or raise data.max_corrupt_images to replace more images by "
+                "others."
             ) from error
         log.warning(
-            "%s cannot be read (%s): the next image that can stands in for it (%d of at most %d on this rank)",
+            "%s cannot be read (%s), and the next readable image replaces it (%d of at most %d "
+            "on this rank)",
             *(name, error, num_corrupt, self.max_corrupt_images),
         )

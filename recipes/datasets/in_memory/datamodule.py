@@ -40,20 +40,21 @@ class InMemoryDataModule(pl.LightningDataModule):
         require_whole(
             "global_batch_size",
             global_batch_size,
-            "a step takes images. Set global_batch_size=1 or more",
+            "it is the number of images per step. Set global_batch_size=1 or more",
         )
-        require_whole("seed", seed, "NumPy's generators take no other. Set data.seed=0", least=0)
+        require_whole("seed", seed, "random generators need it. Set data.seed=0", least=0)
         if global_batch_size > self.num_train:
             raise ValueError(
-                f"`global_batch_size` (={global_batch_size}) must be at most the number of training images "
-                f"(={self.num_train}): an epoch would have no step. Set global_batch_size={self.num_train} or less."
+                f"`global_batch_size` (={global_batch_size}) must be at most the number of training "
+                f"images (={self.num_train}), because an epoch would otherwise have no step. Set "
+                f"global_batch_size={self.num_train} or less."
             )
         if not 0 <= shift_pixels < self.image_shape[1]:
             raise ValueError(
-                f"`shift_pixels` (={shift_pixels}) must be from 0 to less than the {self.image_shape[1]} pixels of an "
-                "image: beyond that nothing is left of it. Set data.shift_pixels=1."
+                f"`shift_pixels` (={shift_pixels}) must be from 0 to less than the "
+                f"{self.image_shape[1]} pixels of an image. Set data.shift_pixels=1."
             )
-        why = "it counts images. Set data.eval_batch_size_per_rank=128"
+        why = "it is a number of images. Set data.eval_batch_size_per_rank=128"
         require_whole("eval_batch_size_per_rank", eval_batch_size_per_rank, why)
         self.global_batch_size = global_batch_size
         self.seed = seed

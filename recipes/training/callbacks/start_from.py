@@ -35,8 +35,8 @@ class StartFrom(Callback):
     def __init__(self, path: str) -> None:
         if not Path(path).is_file():
             raise ValueError(
-                f"`path` (={path}) must be a checkpoint, and is no file. Set callbacks.start_from.path=<run directory>"
-                "/checkpoints/last.ckpt."
+                f"`path` (={path}) must be a checkpoint file, and there is no such file. Set "
+                "callbacks.start_from.path=<run directory>/checkpoints/last.ckpt."
             )
         check_whole(Path(path))
         self.path = path
@@ -50,8 +50,9 @@ class StartFrom(Callback):
         sources = sources_of(own_state, saved)
         if not sources:
             raise ValueError(
-                f"`callbacks.start_from.path` (={self.path}) must be of a network with tensors of the same names and "
-                "shapes, and none is. Set model=... as it was there, of any depth."
+                f"`callbacks.start_from.path` (={self.path}) must have tensors with the names and "
+                "shapes of this network, and has none. Set model=... as in that run. The depth may "
+                "differ."
             )
         with torch.no_grad():
             for name, source in sources.items():
@@ -60,7 +61,8 @@ class StartFrom(Callback):
             tensor.numel() for tensor in own_state.values()
         )
         rank_zero_info(
-            f"start from {self.path}: {len(sources)} of {len(own_state)} tensors, {share:.1%} of the elements"
+            f"Initialised {len(sources)} of {len(own_state)} tensors ({share:.1%} of the "
+            f"elements) from {self.path}"
         )
 
 

@@ -29,7 +29,7 @@ MISTAKES = {
     "parts.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
     "parts.arms=[ring]": r"`arms` \(=ring\) must be one of per_tensor_ring, fused_ring",
     "parts.dtypes=[int8]": r"`dtypes` \(=int8\) must be one of float32",
-    "parts.gradients=[resnet50] parts.arms=[planned]": r"`arms` \(=planned\) must have a `cluster`",
+    "parts.gradients=[resnet50] parts.arms=[planned]": r"`arms` \(=planned\) needs a `cluster`",
 }
 
 
@@ -63,9 +63,7 @@ def test_a_description_of_other_nodes_is_refused_before_anything_is_measured():
         cluster=cluster,
     )
     topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=2)
-    with pytest.raises(
-        ValueError, match=r"`cluster` \(=2 nodes x 4 ranks\) must be that of the job"
-    ):
+    with pytest.raises(ValueError, match=r"`cluster` \(=2 nodes x 4 ranks\) must match the job"):
         next(bench.run(SimpleNamespace(), topology))
 
 
@@ -152,7 +150,9 @@ def test_a_wrong_sum_is_an_error_with_the_bucket():
     buckets[1].fill_(2)  # ranks 0 and 2 of three have ones there
     check(buckets, 3, "flat")
     buckets[1][0] = 1
-    with pytest.raises(RuntimeError, match=r"`flat` gave a wrong sum of bucket 1.* 2 is right"):
+    with pytest.raises(
+        RuntimeError, match=r"`flat` computed a wrong all-reduce of bucket 1.* instead of 2"
+    ):
         check(buckets, 3, "flat")
 
 

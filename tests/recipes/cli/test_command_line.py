@@ -74,8 +74,8 @@ MISSPELT = {
     "strategy.between_nodes.every=8": "mean strategy/between_nodes=local_steps strategy.between_nodes.every=8?",
     "~optim.lrr": "Did you mean ~optim.lr?",
     "strategy=hybrid_alreduce": "must be one of ddp, elastic, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
-    "cluster=netlab": "added by a plus: +cluster=netlab.",
-    "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
+    "cluster=netlab": "use a plus: +cluster=netlab.",
+    "data.root=/a(b)/c": """Put quotes around a value with special characters: 'data.root="/a(b)/c"'.""",
     "--multirun optim.learning_rate=1,2": "unknown key `optim.learning_rate` (=1,2). Did you mean",
     "--config-dir=/nowhere": "'/nowhere' not found",
 }
@@ -171,7 +171,7 @@ def test_a_directory_of_another_run_is_taken_to_continue_or_where_the_user_says_
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"weights")
     preflight.refuse_to_overwrite(tmp_path, resume=resume, overwrite=overwrite)
     preflight.refuse_to_overwrite(tmp_path / "new", resume=None, overwrite=False)
-    with pytest.raises(ValueError, match=r"^`hydra.run.dir` .* holds a run"):
+    with pytest.raises(ValueError, match=r"^`hydra.run.dir` .* already contains a run"):
         preflight.refuse_to_overwrite(tmp_path, resume=None, overwrite=False)
 
 

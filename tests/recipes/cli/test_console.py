@@ -116,7 +116,7 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
         (
             "resume=no.ckpt",
             2,
-            "error: `resume` (=no.ckpt) must be a checkpoint: there is no such file",
+            "error: `resume` (=no.ckpt) must be a checkpoint file, and there is no such file",
         ),
         ("optim.rl=3", 2, "error: unknown key `optim.rl` (=3). Did you mean optim.lr=3? Run "),
         ("data=images", 2, "error: `data.root` (=???) must have a value. Missing: data.root."),
@@ -194,6 +194,8 @@ def test_a_run_from_scratch_does_not_overwrite_the_checkpoints_of_another(tmp_pa
     (tmp_path / "run1" / "checkpoints" / "last.ckpt").write_bytes(b"weights")
     done = run_program(str(ROOT / "recipes" / "train.py"), "hydra.run.dir=run1", cwd=tmp_path)
     assert done.returncode == 2
-    assert "`hydra.run.dir` (=run1) holds a run, with checkpoints/last.ckpt" in done.stderr
-    assert "Add resume=auto to continue it, overwrite=true to start again" in done.stderr
+    assert (
+        "`hydra.run.dir` (=run1) already contains a run with checkpoints/last.ckpt" in done.stderr
+    )
+    assert "Add resume=auto to continue it or overwrite=true to start again" in done.stderr
     assert [path.name for path in (tmp_path / "run1").iterdir()] == ["checkpoints"]

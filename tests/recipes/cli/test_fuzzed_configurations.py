@@ -15,7 +15,7 @@ NUM_CASES = [5, pytest.param(30, marks=pytest.mark.long)]
 
 # Words of which a message needs one: what must be, or what to do.
 CURES = re.compile(
-    r"\b(must|Set|Give|Given|Leave|Correct|correct|Use|Run|Choose|Did you mean|Options)\b"
+    r"\b(must|Set|Give|Given|Leave|Check|Correct|correct|Use|Run|Choose|Did you mean|Options)\b"
 )
 
 

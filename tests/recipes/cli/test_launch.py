@@ -77,14 +77,14 @@ def test_tracking_is_offline_by_default(monkeypatch):
 IMAGENET = "recipe=resnet50_64k data=synthetic"
 MISTAKES = {
     "global_batch_size=127 trainer.devices=2": r"`global_batch_size` \(=127\).* Set global_batch_size=126 or 128\.",
-    "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*2\.13 accumulation steps.*=120 or 180\.",
+    "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*accumulation steps would be 2\.13\..*=120 or 180\.",
     "global_batch_size=2048": r"`global_batch_size` \(=2048\) must be at most the number of training images \(=1257\)",
-    "recipe=resnet50_64k": r"`data\.root` \(=\?\?\?\) must have a value\. Missing: data\.root\. Give it",
+    "recipe=resnet50_64k": r"`data\.root` \(=\?\?\?\) must have a value\. Missing: data\.root\. Set it",
     "recipe=resnet50_64k data.root=/nowhere": r"`root` \(=/nowhere\)",
     f"{IMAGENET} global_batch_size=65522": r"`global_batch_size` \(=65522\) must divide into equal.*=65408 or",
     f"{IMAGENET} warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
     "+optim.trust_coef=1": r"unexpected keyword argument 'trust_coef'",
-    "+precison=16-true": r"`precison` .* nothing would read it\. Did you mean precision\?",
+    "+precison=16-true": r"`precison` .* another key refers to .*\. Did you mean precision\?",
     "trainer.devices=0": r"`trainer.devices` \(=0\) must be -1 or a number above 0",
     "precision=17-true": r"`trainer.precision` \(='17-true'\) must be .*16-true",
     "strategy.comm.algorithm=ring": r"`strategy.comm.algorithm` \(='ring'\) must be auto or flat",

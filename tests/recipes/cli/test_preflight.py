@@ -42,7 +42,7 @@ WRONG = [
         {"WORLD_SIZE": "5"},
         r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE`",
     ),
-    (TORCHRUN, {"LOCAL_RANK": None}, r"`LOCAL_RANK` must be set, as `TORCHELASTIC_RUN_ID` is"),
+    (TORCHRUN, {"LOCAL_RANK": None}, r"`LOCAL_RANK` must be set if `TORCHELASTIC_RUN_ID` is"),
     (TORCHRUN, {"MASTER_PORT": "70000"}, r"`MASTER_PORT` \(=70000\) must be a port"),
     (
         TORCHRUN,
@@ -62,19 +62,19 @@ WRONG = [
     (
         TORCHRUN,
         {"GLOO_SOCKET_IFNAME": "lo,eth99"},
-        r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name .*eth99 is none",
+        r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name .*eth99 is not one of",
     ),
     (
         SLURM,
         {"SLURM_PROCID": "2"},
         r"`SLURM_PROCID` \(=2\) must be below `SLURM_NTASKS` \(=2\).* with srun",
     ),
-    (SLURM, {"SLURM_PROCID": None}, r"`SLURM_PROCID` must be set, as `SLURM_NTASKS` is"),
+    (SLURM, {"SLURM_PROCID": None}, r"`SLURM_PROCID` must be set if `SLURM_NTASKS` is"),
     # left behind: Lightning would take it for a launcher's, start no other rank, and wait for them
     (
         {},
         {"LOCAL_RANK": "1", "MASTER_PORT": "29500"},
-        r"`LOCAL_RANK` \(=1\) must come with MASTER_ADDR and MASTER_PORT",
+        r"`LOCAL_RANK` \(=1\) must be set together with MASTER_ADDR and MASTER_PORT",
     ),
 ]
 
@@ -107,7 +107,7 @@ def test_a_rank_beyond_the_trainers_world_is_refused():
         ),
         (
             {"node_rank": 3},
-            r"`NODE_RANK` \(=3\) must be below `trainer.num_nodes` \(=3\).*set trainer.num_nodes\.$",
+            r"`NODE_RANK` \(=3\) must be below `trainer.num_nodes` \(=3\).*change trainer.num_nodes\.$",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -155,7 +155,8 @@ def test_nccls_own_way_of_naming_interfaces_is_let_through():
     for names in ("^docker,eth99", "=eth99", "l", ""):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
     with pytest.raises(
-        ValueError, match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"
+        ValueError,
+        match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is not one of",
     ):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
 
@@ -180,6 +181,6 @@ def test_a_run_directory_that_takes_no_files_is_found_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         ValueError,
-        match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a",
+        match=r"`hydra.run.dir` \(=.*\) must be a writable directory: Not a",
     ):
         preflight.check_environment(tmp_path / "file" / "run", {})

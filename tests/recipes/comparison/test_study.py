@@ -153,7 +153,7 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     studied(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"`hydra.run.dir` \(=.*\) holds fits of `base_1/tuning` with other settings",
+        match=r"`hydra.run.dir` \(=.*\) contains fits of `base_1/tuning` with other settings",
     ):
         studied(tmp_path, trial=("trainer.max_epochs=2",))
 
@@ -280,7 +280,7 @@ def flat(mapping, prefix=""):
         ("study.base=bass", r"`study.base` \(=bass\) must be one of the arms: base, method"),
         ("study.only=[methods]", r"`study.only` \(=methods\) must be one of the arms"),
         ("study.testing.seeds=[0,1]", r"`study.tuning.seed` \(=0\) must not be among"),
-        ("study.testing.seeds=[]", r"`study.testing.seeds` \(=\[\]\) must have a seed"),
+        ("study.testing.seeds=[]", r"`study.testing.seeds` \(=\[\]\) must have at least one seed"),
         (
             "study.arms.method.axes.lr=[3,2]",
             r"`study.arms.method.axes.lr` \(=\[3.0, 2.0\]\) must be two numbers",
@@ -301,7 +301,7 @@ def flat(mapping, prefix=""):
         ("study.margin=0", r"`study.margin` \(=.*\) must be positive"),
         (
             "+study.arms.method.share=0.1",
-            r"`study.arms.method.share` \(=0.1\) must be a key that something reads",
+            r"`study.arms.method.share` \(=0.1\) must be a known key",
         ),
     ],
 )

@@ -105,7 +105,7 @@ def test_another_packing_into_the_same_folder_is_refused(root, tmp_path):
     packing_of(root, tmp_path / "out").run()
     assert files_of(tmp_path / "out") == before
     with pytest.raises(
-        ValueError, match=r"`short_side` \(=32\) must be that of the packing in .*\(=None\)"
+        ValueError, match=r"`short_side` \(=32\) must be the same as in the packing in .*\(=None\)"
     ):
         packing_of(root, tmp_path / "out", short_side=32).run()
     (root / "train" / "n01" / "00099.JPEG").write_bytes(image_of(99))
@@ -157,7 +157,7 @@ def test_checking_finds_a_flipped_bit(root, tmp_path):
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"val/shard-00000\.bin does not"):
+    with pytest.raises(ValueError, match=r"val/shard-00000\.bin is damaged"):
         packing.check()
 
 
@@ -169,5 +169,5 @@ def test_settings_that_make_no_sense_are_refused(root, tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             packing_of(root, tmp_path / "out", **change)
-    with pytest.raises(ValueError, match=r"must not be `root`"):
+    with pytest.raises(ValueError, match=r"must not be the same folder as `root`"):
         packing_of(root, root)

@@ -64,7 +64,9 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     words = tokenizer.decode(tokens[tokens != SEP].tolist()).split()
     # whole words, of lower case, none unknown
     assert set(words) == {word.lower() for word in WORDS}
-    with pytest.raises(ValueError, match=r"`out` .* must be empty or hold this very packing"):
+    with pytest.raises(
+        ValueError, match=r"`out` .* must be empty or contain the result of the same options"
+    ):
         packing(text, packed, vocab_size=400).run()
 
 
@@ -83,7 +85,7 @@ def test_a_damaged_shard_is_found(text, tmp_path):
     shards.check()
     path = shard_path(tmp_path, "val", 0)
     path.write_bytes(path.read_bytes()[:-2] + b"\0\1")
-    with pytest.raises(ValueError, match=r"val-00000\.bin is not what was packed"):
+    with pytest.raises(ValueError, match=r"val-00000\.bin is missing or has changed"):
         shards.check()
 
 
@@ -157,12 +159,12 @@ def test_validation_hides_the_same_tokens_each_time_and_reads_each_sequence_once
 
 def test_a_vocabulary_that_the_network_does_not_know_is_refused(packed):
     with pytest.raises(
-        ValueError, match=r"`model.num_classes` \(=60\) must be at least the vocabulary of"
+        ValueError, match=r"`model.num_classes` \(=60\) must be at least the vocabulary size of"
     ):
         TextDataModule(
             root=str(packed), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0
         )
-    with pytest.raises(ValueError, match=r"must be a folder that was packed to its end"):
+    with pytest.raises(ValueError, match=r"must be a folder of completely packed text"):
         TextDataModule(
             root=os.path.dirname(sys.executable),
             sequence_length=20,

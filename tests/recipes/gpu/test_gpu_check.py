@@ -113,7 +113,7 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
         outcomes = run_all([check("hangs", limit_s=limit_s)], tmp_path, limit_s=total_s)
         outcome = outcomes["hangs"]
         assert outcome.status == status
-        assert (outcome.message == "no time left: give more `minutes`") is (status == "SKIP")
+        assert (outcome.message == "no time left: increase `minutes`") is (status == "SKIP")
         # The total time also pays for the start of the processes, a check's own limit does not.
         assert time.monotonic() - began_s >= min(limit_s, total_s)
         assert status == "SKIP" or outcome.seconds >= limit_s
@@ -147,7 +147,7 @@ def test_ranks_that_are_late_are_a_skip_where_the_check_was_cut_and_else_a_failu
     late = Check(name="late", run=run, limit_s=600)
     cut = run_all([late], tmp_path, limit_s=20)["late"]
     assert cut.status == "SKIP", cut.message
-    assert cut.message.startswith("no time left: give more `minutes` (rank 0 of 2")
+    assert cut.message.startswith("no time left: increase `minutes` (rank 0 of 2")
     whole = run_all([replace(late, limit_s=15)], tmp_path)["late"]
     assert whole.status == "FAIL", whole.message
     assert whole.message.startswith("rank 0 of 2")
@@ -310,10 +310,10 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
 
 def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
     wrong = {
-        "output=here": "`output` is not known: give out=DIR",
+        "output=here": "`output` is not known. Use out=DIR",
         "minutes=abc": "`minutes` (=abc) must be a number above zero",
-        "only=sum": "`only` (=sum) must be a check: exchange",
-        "readme=none": "must hold the report.json of a check",
+        "only=sum": "`only` (=sum) must be the name of a check. The names are exchange",
+        "readme=none": "must contain the report.json of a check",
     }
     for key, words in wrong.items():
         with pytest.raises(SystemExit) as end:

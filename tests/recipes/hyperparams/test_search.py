@@ -157,7 +157,7 @@ def test_a_killed_search_continues_and_runs_no_trial_twice(tmp_path):
 def test_trials_of_other_settings_are_refused(tmp_path):
     open_search(tmp_path)
     with pytest.raises(
-        ValueError, match=r"must hold trials of the same settings: they are f there and g now"
+        ValueError, match=r"must contain trials with the same settings, which were f and are now g"
     ):
         open_search(tmp_path, fingerprint="g")
 
@@ -241,8 +241,11 @@ MISTAKES = {
         lambda: axes_from({"optim": {"lr": 0.1}}),
         r"`axes.optim.lr` \(=0.1\) must be an axis",
     ),
-    "no high": (lambda: axes_from({"optim": {"lr": {"low": 0.1}}}), r"`axes.optim.lr` .* see high"),
-    "no axis": (lambda: axes_from({}), r"`axes` \(=\{\}\) must name what to search"),
+    "no high": (
+        lambda: axes_from({"optim": {"lr": {"low": 0.1}}}),
+        r"`axes.optim.lr` .* Check the key high",
+    ),
+    "no axis": (lambda: axes_from({}), r"`axes` \(=\{\}\) must have at least one axis"),
     "no zoom": (lambda: CoarseToFine([LR], zoom=1), r"`sampler.zoom` \(=1\)"),
 }
 

@@ -59,7 +59,7 @@ def test_a_trial_that_the_pruner_stops_trains_no_further():
     stopped = trial("optim.lr=4", ask_pruner=lambda report: True)
     assert (stopped.status, stopped.value) == ("stopped", None)
     assert stopped.metrics["num_steps"] == 2
-    assert stopped.reason.endswith("was behind other trials after 50 % of the run")
+    assert stopped.reason.endswith("was worse than other trials after 50 % of the run")
 
 
 def test_a_loss_that_is_not_finite_ends_the_trial():
@@ -79,7 +79,7 @@ def test_a_trial_that_ends_at_chance_has_diverged_although_its_loss_is_finite(mo
     assert lost.metrics["val/loss"] == pytest.approx(math.log(10))
     assert (
         lost.reason
-        == f"val/acc is {lost.metrics['val/acc']:.4g} at the end, no better than guessing one of 10 classes"
+        == f"val/acc is {lost.metrics['val/acc']:.4g} at the end, no better than guessing among 10 classes"
     )
     assert "test/acc" not in lost.metrics
 
@@ -88,7 +88,7 @@ def test_a_trial_that_ends_at_chance_has_diverged_although_its_loss_is_finite(mo
     ("override", "reason"),
     [
         ("model.width=0.0001", "`width` (=0.0001) must leave every layer"),
-        ("trainer.max_epochs=1", "`objective` (=val/los) must be something that validation logs"),
+        ("trainer.max_epochs=1", "`objective` (=val/los) must be a metric that validation logs"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_a_failed_trial_with_the_reason(override, reason):

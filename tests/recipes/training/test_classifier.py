@@ -190,10 +190,10 @@ def rates_of(settings):
 @pytest.mark.parametrize(("max_steps", "is_told"), [(4, True), (5, False)])
 def test_a_run_that_ends_within_its_warmup_is_told_so(one_rank, max_steps, is_told):
     (messages,) = one_rank.run(warnings_of, max_steps)
-    expected = f"`warmup_steps` (=4) is 4 steps, and the run has {max_steps}: all of it is warm-up"
-    about_warmup = [message for message in messages if "warm-up" in message]
+    expected = f"`warmup_steps` (=4) is 4 steps, and the run has only {max_steps}: the learning rate reaches"
+    about_warmup = [message for message in messages if "is 4 steps" in message]
     assert [expected in message for message in about_warmup] == [True] * is_told
-    short_run = re.compile(rf"an epoch has \d steps, and the run {max_steps}: ")
+    short_run = re.compile(rf"an epoch has only \d steps, and the run {max_steps}, ")
     assert any(short_run.match(message) for message in messages)
 
 
@@ -283,7 +283,7 @@ def test_a_compiled_network_keeps_its_names_in_checkpoints():
 
 WRONG_OPTIONS = {
     "warmup_epochs=1 warmup_steps=5": r"`warmup_epochs` \(=1\) and `warmup_steps` \(=5\) must be one number and one",
-    "warmup_epochs=None": r"`warmup_epochs` \(=None\) and `warmup_steps` \(=None\).*nothing says how long",
+    "warmup_epochs=None": r"`warmup_epochs` \(=None\) and `warmup_steps` \(=None\).*neither sets the length",
     "warmup_steps=0.5": r"`warmup_steps` \(=0.5\) must be a whole number, at least 0",
     "label_smoothing=1": r"`label_smoothing` \(=1\) must be from 0 to less than 1",
     "compile='max'": r"`compile` \(=max\) must be true or false",

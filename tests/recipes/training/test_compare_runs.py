@@ -85,11 +85,11 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     refused = {
-        rf"`runs` \(={empty}\) must name directories.*: it holds no summary.json": [
+        rf"`runs` \(={empty}\) must name directories.*: it contains no summary.json": [
             *two_runs,
             empty,
         ],
-        r"`runs` .* there is no such folder": [tmp_path / "none"],
+        r"`runs` .* the folder does not exist": [tmp_path / "none"],
         "must name at least one run directory": [],
     }
     for words, folders in refused.items():
@@ -99,11 +99,13 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
         path = two_runs[1] / file
         whole = path.read_text()
         path.write_text(whole[:-10])
-        with pytest.raises(ValueError, match=rf"`runs` \(={path}\) must be whole: .*resume=auto"):
+        with pytest.raises(
+            ValueError, match=rf"`runs` \(={path}\) must be an undamaged file: .*resume=auto"
+        ):
             compare_runs.read_runs(two_runs)
         path.write_text(whole)
     path.write_text("{}")
     with pytest.raises(
-        ValueError, match=r"must hold a run's summary: summary.json has no `metrics`"
+        ValueError, match=r"must contain the summary of a run, and summary.json has no `metrics`"
     ):
         compare_runs.read_runs(two_runs)

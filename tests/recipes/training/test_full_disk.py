@@ -44,7 +44,8 @@ def test_rows_that_the_disk_does_not_take_are_written_when_it_does(
     whole = path.read_bytes()
     with no_file_beyond(len(whole) + 2):
         with pytest.warns(
-            UserWarning, match=r"metrics.csv takes no more rows \(File too large\): the run goes on"
+            UserWarning,
+            match=r"metrics.csv cannot be written \(File too large\). The run continues",
         ):
             log(logger, 1, loss=2.0, **new_column)
         log(logger, 2, loss=3.0)  # a second warning would be an error
@@ -55,18 +56,22 @@ def test_rows_that_the_disk_does_not_take_are_written_when_it_does(
     assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
     assert [row["loss"] for row in rows] == ["1.0", "2.0", "3.0", "4.0"]
     assert [row.get("val") for row in rows] == val_column
-    with no_file_beyond(path.stat().st_size), pytest.warns(UserWarning, match="takes no more rows"):
+    with (
+        no_file_beyond(path.stat().st_size),
+        pytest.warns(UserWarning, match="csv cannot be written"),
+    ):
         log(logger, 4, loss=5.0)  # said again, as there was space in between
 
 
 def test_rows_that_are_lost_at_the_end_are_counted(tmp_path):
     logger = CSVRows(save_dir=tmp_path, name="", version="csv")
     with no_file_beyond(0):
-        with pytest.warns(UserWarning, match="takes no more rows"):
+        with pytest.warns(UserWarning, match="csv cannot be written"):
             log(logger, 0, loss=1.0)
         logger.log_metrics({"loss": 2.0}, step=1)
         with pytest.warns(
-            UserWarning, match=r"2 rows of metrics are not in .*/csv: no space for them"
+            UserWarning,
+            match=r"2 rows of metrics could not be written to .*/csv, because the disk is full",
         ):
             logger.finalize("success")
 
@@ -80,7 +85,7 @@ def test_a_tracker_on_a_full_disk_hides_no_other_error_and_one_that_does_not_men
     wandb = SimpleNamespace(finish=fails)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.warns(
-        UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"
+        UserWarning, match=r"W&B's files of this run are incomplete \(No space left on device\)"
     ):
         launch.finish(1)
     wandb.run = SimpleNamespace(dir=str(tmp_path))
@@ -88,7 +93,7 @@ def test_a_tracker_on_a_full_disk_hides_no_other_error_and_one_that_does_not_men
     launch.finish(0)
     with (
         no_file_beyond(0),
-        pytest.warns(UserWarning, match=r"files of this run are not whole \(File too large\)"),
+        pytest.warns(UserWarning, match=r"files of this run are incomplete \(File too large\)"),
     ):
         launch.finish(0)
 

@@ -352,7 +352,7 @@ def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
     """The small network of the default and 128 images a step, in one message. What it says to set is enough."""
     images = ["data=images", f"data.root={root}"]
     with pytest.raises(
-        ValueError, match=r"`model` \(=AlexNetBN\) must take images of 3 x 224 x 224"
+        ValueError, match=r"`model` \(=AlexNetBN\) must accept .*, which are 3 x 224 x 224"
     ) as refusal:
         build(configured(*images))
     assert words_of(refusal) == ["model=resnet50", "global_batch_size=41"]

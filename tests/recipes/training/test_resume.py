@@ -74,11 +74,11 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     damage(bad)
     with pytest.warns(
         UserWarning,
-        match=rf"`.*stopped.ckpt` (is not|contains) .* passed over: the run resumes from {good}",
+        match=rf"`.*stopped.ckpt` (is not|contains) .* skips this checkpoint and resumes from {good}",
     ):
         assert resume.newest_whole(tmp_path) == good
     damage(good)
-    with pytest.warns(UserWarning, match="passed over") as caught:
+    with pytest.warns(UserWarning, match="skips this checkpoint") as caught:
         assert resume.newest_whole(tmp_path) == tmp_path / "last.previous.ckpt"
     if damage is put_objects:
         words = "contains objects"
@@ -87,7 +87,8 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     assert sum(words in str(warning.message) for warning in caught) == 2
     damage(tmp_path / "last.previous.ckpt")
     with pytest.raises(
-        ValueError, match=r"`resume` \(=auto\) found no whole checkpoint in .*last.previous.ckpt"
+        ValueError,
+        match=r"`resume` \(=auto\) found no undamaged checkpoint in .*last.previous.ckpt",
     ):
         resume.newest_whole(tmp_path)
 
@@ -126,7 +127,7 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
         ("optim", "sgd", "lightning_hybrid.optim.LARS"),
     ):
         with pytest.raises(
-            ValueError, match=rf"^`{key}.* must be that of the checkpoint \(={was}\)"
+            ValueError, match=rf"^`{key}.* must be the same as in the checkpoint \(={was}\)"
         ) as caught:
             resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
         assert "without `resume`" in str(caught.value)
@@ -156,7 +157,7 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
     step_4 = str(saved(tmp_path, "one.ckpt", 4))
     step_6 = str(saved(tmp_path / "b", "one.ckpt", 6))
     assert two_ranks.run(fit_from, [step_4, step_4]) == [("", 2)] * 2
-    rule = "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 "
+    rule = "must be the same checkpoint on every rank: rank 0: one.ckpt, crc32 "
     for paths, words in (
         ([step_4, None], "rank 1: no checkpoint"),
         ([step_4, step_6], "rank 1: one.ckpt, crc32 "),
@@ -271,7 +272,7 @@ def test_rows_that_the_machine_lost_are_reported(tmp_path):
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.sync()
     again = CSVRows(save_dir=tmp_path, name="", version="csv", num_rows_kept=3)
-    with pytest.warns(UserWarning, match=r"metrics.csv has 1 rows, and the checkpoint knows 3"):
+    with pytest.warns(UserWarning, match=r"metrics.csv has 1 rows, and the checkpoint counts 3"):
         again.log_metrics({"loss": 2.0}, step=3)
     again.save()
     assert [row["loss"] for row in read_rows(tmp_path / "csv" / "metrics.csv")] == ["1.0", "2.0"]

@@ -150,7 +150,7 @@ def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_p
             error_against, address, str(tmp_path), key, timeout_s=25.0
         )
     assert message.startswith(
-        "ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: "
+        "ValueError: `logger.offline` (=False) needs a W&B server that accepts this run: "
     )
     assert "leave `logger.offline` and WANDB_MODE out" in message
     assert num_steps == 0
@@ -171,7 +171,9 @@ def test_without_wandb_metrics_go_to_a_file_and_tensorboard_is_named_where_it_is
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(tracking, "_is_installed", lambda package: False)
-    with pytest.warns(UserWarning, match="wandb is not installed: metrics go to csv/metrics.csv"):
+    with pytest.warns(
+        UserWarning, match="wandb is not installed: metrics are written to csv/metrics.csv"
+    ):
         logger = tracking.logger_of(configured(tmp_path))
     assert isinstance(logger, CSVLogger)
     assert Path(logger.log_dir) == tmp_path / "csv"
@@ -199,14 +201,15 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
         torch.save(checkpoint, path)
         assert tracking.saved_run_id(str(path)) is None
     torch.save({"callbacks": {}, "hyper_parameters": Own()}, path)
-    with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
+    with pytest.warns(UserWarning, match="cannot be read, so the tracker starts a new run"):
         assert tracking.saved_run_id(str(path)) is None
     callbacks = {"TrackerRun": {"run_id": "abc"}}
     torch.save({"callbacks": callbacks, "state_dict": {"w": torch.ones(1000)}}, path)
     assert tracking.saved_run_id(str(path)) == "abc"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
-        ValueError, match=r"`resume` \(=.*some.ckpt\) must be a whole checkpoint of Lightning's: "
+        ValueError,
+        match=r"`resume` \(=.*some.ckpt\) must be an undamaged checkpoint of Lightning: ",
     ):
         tracking.saved_run_id(str(path))
 

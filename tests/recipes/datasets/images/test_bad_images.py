@@ -56,19 +56,19 @@ INCOMPLETE = {
     "no folder": (shutil.rmtree, r"there is no such folder"),
     "a level too deep": (
         lambda root: (root / "val").rename(root.parent / "val"),
-        r"must hold train/ and val/: val/",
+        r"must contain train/ and val/, and val/",
     ),
     "half unpacked": (
         lambda root: put(root / "train", *ARCHIVES),
-        r"train/ holds n04\.tar, n05\.tar, n06\.tar",
+        r"train/ contains n04\.tar, n05\.tar, n06\.tar",
     ),
     "validation as in its archive": (
         classes_left_out,
-        r"must have each image in the folder of its class: val/ holds 01000\.JPEG, .* and 2 more.*valprep",
+        r"must have each image in the folder of its class, and val/ contains 01000\.JPEG, .* and 2 more.*valprep",
     ),
     "an empty class": (
         lambda root: (shutil.rmtree(root / "train" / "n02"), put(root / "train" / "n02")),
-        r"must have images in each class folder: train/ has none in n02",
+        r"must have images in each class folder, and train/ has none in n02",
     ),
     "other classes in validation": (
         lambda root: (root / "val" / "n02").rename(root / "val" / "n04"),
@@ -76,7 +76,7 @@ INCOMPLETE = {
     ),
     "a class more than the network has": (
         a_class_more,
-        r"`num_classes` \(=3\) must be the number of classes.*there are 4\. Set model\.num_classes=4",
+        r"`num_classes` \(=3\) must be the number of classes.*which is 4\. Set model\.num_classes=4",
     ),
 }
 
@@ -112,7 +112,7 @@ def test_a_shard_cut_short_or_missing_is_found_before_training(shards):
     path.write_bytes(whole[:-1])
     with pytest.raises(
         ValueError,
-        match=rf"shard-00001\.bin has {len(whole) - 1} bytes, and should have {len(whole)}",
+        match=rf"shard-00001\.bin has {len(whole) - 1} bytes, and should have {len(whole)} bytes",
     ):
         module_of(shards)
     path.unlink()
@@ -123,7 +123,8 @@ def test_a_shard_cut_short_or_missing_is_found_before_training(shards):
 def test_a_packing_that_was_not_finished_is_refused(shards):
     (shards / "train" / INDEX_NAME).unlink()
     with pytest.raises(
-        ValueError, match=r"must be packed to its end: train/ has shards but no index\.npz.*goes on"
+        ValueError,
+        match=r"must be packed completely, and train/ has shards but no index\.npz.*continues",
     ):
         module_of(shards)
 
@@ -265,5 +266,5 @@ def test_a_shard_cut_short_while_it_is_read_is_no_crash(shards):
     path = shards / "train" / "shard-00000.bin"
     with open(path, "r+b") as file:
         file.truncate(10)
-    with pytest.raises(CorruptImageError, match=r"10 of \d+ bytes are there"):
+    with pytest.raises(CorruptImageError, match=r"only 10 of \d+ bytes exist"):
         images.read(0)

@@ -157,6 +157,6 @@ def test_a_decoder_that_is_not_installed_is_refused(monkeypatch):
     assert decode.default_decoder() == "pillow"
     assert np.array_equal(decode_rgb(image_of(1), decoder="pillow"), with_pillow(image_of(1)))
     with pytest.raises(
-        ValueError, match=r"`decoder` \(='simplejpeg'\) must be installed: pip install"
+        ValueError, match=r"`decoder` \(='simplejpeg'\) must be installed. Run pip install"
     ):
         check_decoder("simplejpeg")
