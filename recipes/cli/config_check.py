@@ -229,10 +229,11 @@ def _refusal(
     kind = "<value>"
     if rule.startswith("a ") and " or " not in rule:
         kind = f"<{rule.removeprefix('a ')}>"
-    cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, kind][0]
-    return WrongValueError(
-        key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {name}={cure}."
-    )
+    good_value = [*difflib.get_close_matches(str(value), choices, n=1), *choices, kind][0]
+    cure = f"Set {name}={good_value}"
+    if rule == _WORDS["unexpected_keyword_argument"]:
+        cure = "Remove it, or correct its name"
+    return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. {cure}.")
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:

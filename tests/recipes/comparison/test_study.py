@@ -301,7 +301,7 @@ def flat(mapping, prefix=""):
         ("study.margin=0", r"`study.margin` \(=.*\) must be positive"),
         (
             "+study.arms.method.share=0.1",
-            r"`study.arms.method.share` \(=0.1\) must be a known key",
+            r"`study.arms.method.share` \(=0.1\) must be a known key\. Remove it",
         ),
     ],
 )

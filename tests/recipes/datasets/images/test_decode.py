@@ -135,9 +135,7 @@ def bomb_jpeg():
 def test_a_bomb_is_refused_before_memory_is_taken_for_it(decoder, bomb):
     tracemalloc.start()
     try:
-        with pytest.raises(
-            CorruptImageError, match=f"are more than the {MAX_PIXELS}|Decompression"
-        ):
+        with pytest.raises(CorruptImageError, match=f"are more than {MAX_PIXELS}|Decompression"):
             decode_rgb(bomb, decoder=decoder)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
