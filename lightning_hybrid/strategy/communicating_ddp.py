@@ -12,13 +12,14 @@ from lightning_hybrid.comm import CommTrace
 from lightning_hybrid.comm.stats.phases import Phase
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.comm_setup import CommSetup
 from lightning_hybrid.strategy.failures import FailureReports, use_own_names
 from lightning_hybrid.strategy.loss_checks import (
     refuse_loss_without_gradient,
     refuse_loss_without_parameters,
 )
-from lightning_hybrid.strategy.registration import STRATEGY_NAME
+from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import (
     connect_ranks,
     refuse_launch,
@@ -81,6 +82,11 @@ class CommunicatingDDP(_Base):
         """One-line description of ranks, nodes, buckets and algorithms, or None before setup."""
         return self._comm.communication_plan
 
+    @property
+    def run_status(self) -> RunStatus:
+        """Status of the run for callbacks, such as loss scales and the communication trace."""
+        return RunStatus(**self._run_status_fields())
+
     def _run_status_fields(self) -> dict[str, Any]:
         return {
             "comm_trace": self.comm_trace,
@@ -91,6 +97,11 @@ class CommunicatingDDP(_Base):
     @property
     def _module(self) -> Any:
         return self.lightning_module  # set by `connect`
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the strategy's name and its variants, such as `_spawn`, in a Lightning registry."""
+        register_names(strategy_registry, cls, cls.registered_name)
 
     # ---- launch ------------------------------------------------------------------------------
 

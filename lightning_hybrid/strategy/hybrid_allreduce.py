@@ -15,28 +15,21 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm.stats.phases import Phase
-from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.comm_setup import trained_parameters
-from lightning_hybrid.strategy.communicating_ddp import CommunicatingDDP
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
 from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.extension import FitContext, FitExtension
 from lightning_hybrid.strategy.failures import refuse_after_failure
 from lightning_hybrid.strategy.fit_extensions import FitExtensions, build_extensions
+from lightning_hybrid.strategy.half_precision_ddp import HalfPrecisionDDP
 from lightning_hybrid.strategy.loaders import TrainingLoaders
-from lightning_hybrid.strategy.master_weights import MasterWeights, with_masters
 from lightning_hybrid.strategy.option_values import BetweenNodes, Comm, Mean, Report
-from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.strategy_options import StrategyOptions, argument_names
 from lightning_hybrid.strategy.user_code_checks import (
     refuse_foreign_parameters,
     refuse_nothing_to_train,
-    refuse_other_accumulation,
     refuse_what_is_not_averaged,
-    warn_of_unused_loss_scale,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +38,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
 
-class HybridAllReduce(CommunicatingDDP):
+class HybridAllReduce(HalfPrecisionDDP):
     """Data-parallel strategy with a topology-aware all-reduce and half precision on fp32 master weights.
 
     A drop-in replacement for Lightning's `DDPStrategy`. `MasterWeightPrecision` implements
@@ -94,8 +87,7 @@ class HybridAllReduce(CommunicatingDDP):
     """Whether checkpoints hold the residuals of error feedback."""
 
     _loaders_type: type[TrainingLoaders] = TrainingLoaders
-    # The classes in `flavours/` set these two to classes for their own Lightning package.
-    _precision_type: type[MasterWeightMixin]
+    # The classes in `flavours/` set it to the class for their own Lightning package.
     _checkpoint_io_type: type
     checkpoint_io = durable_by_default
 
@@ -138,7 +130,6 @@ class HybridAllReduce(CommunicatingDDP):
             uneven_batches=uneven_batches,
             exact_evaluation=exact_evaluation,
         )
-        self._masters = MasterWeights()
         self._evaluation = Evaluation(options.exact_evaluation)
         self._loaders: TrainingLoaders = self._loaders_type(exact_resume, self._evaluation)
         # The extensions of the last fit are kept until the next one begins, because a checkpoint may still be saved.
@@ -156,45 +147,8 @@ class HybridAllReduce(CommunicatingDDP):
             start_method=start_method,
         )
 
-    @property
-    def run_status(self) -> RunStatus:
-        """Status of the run for callbacks, such as loss scales and the communication trace."""
-        return RunStatus(**self._run_status_fields())
-
     def _run_status_fields(self) -> dict[str, Any]:
-        communication = super()._run_status_fields()
-        return self._masters.status() | communication | self._extensions.status()
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """Precision plugin in use, which Lightning's `trainer.precision` reads."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        """Set the precision plugin, with fp32 master weights in place of Lightning's plain half precision."""
-        loss_scale = self._options.loss_scale
-        self._precision_plugin = with_masters(plugin, self._precision_type, loss_scale)
-        self._masters.plugin = self._precision_plugin
-
-    @property
-    def _half(self) -> MasterWeightMixin | None:
-        return self._masters.half
-
-    @property
-    def _window(self) -> HalfPrecisionWindow | None:
-        return self._masters.window
-
-    def connect(self, model: pl.LightningModule) -> None:
-        """Connect the module like DDP, and connect the precision plugin to the strategy."""
-        if model.trainer.state.fn == "fit":
-            refuse_other_accumulation(model.trainer.accumulate_grad_batches)
-            warn_of_unused_loss_scale(self._options.loss_scale, self.precision_plugin)
-        self._failures.module = model
-        self._masters.connect(
-            model, get_wrapped=lambda: self.model, flush_backward=self._flush_backward
-        )
-        super().connect(model)
+        return super()._run_status_fields() | self._extensions.status()
 
     # ---- setup -------------------------------------------------------------------------------
 
@@ -288,22 +242,6 @@ class HybridAllReduce(CommunicatingDDP):
         scaled_loss: torch.Tensor = self._extensions.backward(closure_loss, run)
         return scaled_loss
 
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Finish DDP's work for a backward pass, unless the precision plugin has already done so."""
-        if self._half is None:
-            self._flush_backward(closure_loss)
-
-    def _flush_backward(self, closure_loss: torch.Tensor) -> None:
-        """Finish DDP's work for a backward pass, after which gradients are averaged."""
-        self._comm.enter(self._phase_unless_manual(Phase.OPTIMIZER))
-        super().post_backward(closure_loss)
-
-    def _phase_unless_manual(self, phase: Phase) -> Phase:
-        """Return `phase`, or `Phase.FORWARD` in manual optimization, where steps run in `training_step`."""
-        if self._module.automatic_optimization:
-            return phase
-        return Phase.FORWARD
-
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
@@ -336,24 +274,17 @@ class HybridAllReduce(CommunicatingDDP):
         self._extensions.call("after_validation")
         super().on_validation_end()
 
-    def on_train_end(self) -> None:
-        """End training like DDP, run deferred LR schedules, and raise after too many overflows in a row."""
-        super().on_train_end()
-        self._masters.on_train_end()
-
     # ---- values of all ranks -----------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor like DDP, but average integers as floating-point numbers in an exact evaluation."""
-        if self._evaluation.is_exact:
-            tensor = self._evaluation.to_reduce(tensor, reduce_op)
+        tensor = self._evaluation.to_reduce(tensor, reduce_op)
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather a tensor from all ranks like DDP, unless an extension or exact evaluation forbids it."""
         self._extensions.call("before_all_gather")
-        if self._evaluation.is_exact:
-            self._evaluation.refuse_unequal_shapes(tensor, group)
+        self._evaluation.refuse_unequal_shapes(tensor, group)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     # ---- checkpoints -------------------------------------------------------------------------
@@ -417,8 +348,3 @@ class HybridAllReduce(CommunicatingDDP):
         """Let extensions restore the module to its state before the fit."""
         self._averaged_parameters = None
         self._extensions.put_back(self._failures.ended_by)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's name and its variants, such as `_spawn`, in a Lightning registry."""
-        register_names(strategy_registry, cls, cls.registered_name)
