@@ -26,7 +26,8 @@ from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
-from lightning_hybrid.strategy.failures import FailureReports, reason_of
+from lightning_hybrid.strategy.failures.failure_reports import FailureReports, reason_of
+from lightning_hybrid.strategy.failures.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.master_weights import with_masters
 from lightning_hybrid.strategy.option_values import BetweenNodes, Comm, Mean
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
@@ -36,7 +37,6 @@ from lightning_hybrid.strategy.rendezvous import (
     start_method_from,
     timeout_from,
 )
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 from lightning_hybrid.strategy.user_code_checks import refuse_what_is_not_averaged
 

@@ -24,7 +24,7 @@ import torch
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.thread_place import place_of
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.failures.setup_watchdog import SetupWatchdog
 
 _POLL_S = 0.2
 """Seconds that the main thread waits between two checks for an error."""

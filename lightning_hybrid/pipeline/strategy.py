@@ -40,7 +40,7 @@ from lightning_hybrid.pipeline.whole_state import gather_checkpoint, without_oth
 from lightning_hybrid.placement import ignored_by_ddp
 from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 from lightning_hybrid.strategy.comm_setup import trained_parameters
-from lightning_hybrid.strategy.failures import refuse_after_failure
+from lightning_hybrid.strategy.failures.failure_reports import refuse_after_failure
 from lightning_hybrid.strategy.registration import PIPELINE_NAME
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.comm_setup import CommSetup
-from lightning_hybrid.strategy.failures import FailureReports, use_own_names
+from lightning_hybrid.strategy.failures.failure_reports import FailureReports, use_own_names
+from lightning_hybrid.strategy.failures.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.loss_checks import (
     refuse_loss_without_gradient,
     refuse_loss_without_parameters,
@@ -26,7 +27,6 @@ from lightning_hybrid.strategy.rendezvous import (
     start_method_from,
     timeout_from,
 )
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
 from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.extension import FitContext, FitExtension
-from lightning_hybrid.strategy.failures import refuse_after_failure
+from lightning_hybrid.strategy.failures.failure_reports import refuse_after_failure
 from lightning_hybrid.strategy.fit_extensions import FitExtensions, build_extensions
 from lightning_hybrid.strategy.half_precision_ddp import HalfPrecisionDDP
 from lightning_hybrid.strategy.loaders import TrainingLoaders

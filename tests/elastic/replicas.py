@@ -13,7 +13,6 @@ import logging
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -35,6 +34,7 @@ from lightning_hybrid.elastic.membership.connections import Connection
 from lightning_hybrid.elastic.membership.host import Host
 from lightning_hybrid.elastic.membership.membership import Membership
 from lightning_hybrid.elastic.membership.view import IsolatedError, RefusedError, View
+from tests.ports import free_addresses, free_port
 from tests.rank_pool import warm_context
 
 NUM_SHARDS = 4
@@ -465,7 +465,7 @@ def run(scene: Scene, folder: Path, *, limit_s: float = WAIT_LIMIT_S) -> Outcome
     """Run a scene until every host has ended or died."""
     context = warm_context()
     folder.mkdir(parents=True, exist_ok=True)
-    meet = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
+    meet = free_addresses(2)
     processes: dict[str, list[Any]] = {}
 
     def start(host: str) -> None:
@@ -543,11 +543,6 @@ def state_of(folder: Path) -> str:
     return "\n".join(
         [", ".join(sorted(path.name for path in folder.glob("made_*")))[-300:], *words]
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def differences(outcome: Outcome, wanted: Sequence[Mapping[str, Tensor]]) -> list[str]:

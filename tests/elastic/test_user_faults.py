@@ -18,6 +18,7 @@ from lightning_hybrid.elastic.membership import membership
 from lightning_hybrid.run_status import run_status
 from tests import toy
 from tests.elastic.user_runs import Net, Numbered
+from tests.ports import free_addresses
 from tests.rank_pool import Ranks
 from tests.scenes import at, fit
 
@@ -27,16 +28,11 @@ def _meets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_changes, "Membership", partial(host_changes.Membership, wait_s=0.1))
 
 
-def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
 def elastic(max_hosts: int = 1) -> dict[str, Any]:
     return {
         "kind": HybridElasticStrategy,
         "max_hosts": max_hosts,
-        "meet": address(),
+        "meet": free_addresses(1),
         "silent_s": 0.4,
         "max_epochs": 1,
         "logger": False,
@@ -372,7 +368,7 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
     )
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = f"127.0.0.1:{silent.getsockname()[1]}"
-        nobody = address()
+        nobody = free_addresses(1)
         options = elastic(2) | {"min_hosts": 2, "meet": [taken, nobody]}
         seen = fit(module=Net, train=shuffled, raises=True, warns=True, **options, timeout=3)
     assert "TimeoutError" in seen.error

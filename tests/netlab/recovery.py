@@ -20,15 +20,15 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import time
-from contextlib import suppress
 from functools import partial, partialmethod
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_addresses, free_port
 
 PAUSE_S = 0.02  # of a callback after each step, so that losses are spread over it
 STEPS_BETWEEN = 25
@@ -283,7 +283,7 @@ class Hosts:
         self._options = options
         self._part = part
         self.folder = folder
-        self._options |= {"meet": part.get("meet") or _free_addresses(options["hosts"])}
+        self._options |= {"meet": part.get("meet") or free_addresses(options["hosts"])}
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._context = multiprocessing.get_context("forkserver")
@@ -294,7 +294,7 @@ class Hosts:
 
     def start(self, host: str) -> None:
         """Start a host."""
-        port = _free_port()
+        port = free_port()
         self.running[host] = [
             self._context.Process(
                 target=self.main,
@@ -571,7 +571,7 @@ def healthy(
             "end": window * (num_pairs + 3),
             "window": window,
             "is_plain": is_plain,
-            "port": _free_port(),
+            "port": free_port(),
         }
         runs[is_plain] = Hosts(options, folder / f"pair_{is_plain}", part)
         for name in names:
@@ -617,19 +617,6 @@ def healthy(
         "ratio_of_sums": sums[False] / sums[True],
         "plain_ms": sums[True] / num_pairs * 1e3,
     }
-
-
-def _free_port() -> int:
-    while True:  # below 32768: the kernel gives others to connections, before it is used
-        with (
-            suppress(OSError),
-            socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as server,
-        ):
-            return int(server.getsockname()[1])
-
-
-def _free_addresses(number: int) -> str:
-    return ",".join(f"127.0.0.1:{_free_port()}" for _ in range(number))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from lightning_hybrid.comm.health.device_waits import DeviceWaits
 from lightning_hybrid.comm.health.diagnosis import diagnose
 from lightning_hybrid.comm.health.thread_place import place_of_error
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
-from lightning_hybrid.strategy import setup_watchdog
+from lightning_hybrid.strategy.failures import setup_watchdog
 from tests.comm.layouts import engine_over
 from tests.stand_in.recording_cuda import CUDA, Cuda
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -15,16 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_addresses
+
 WORKER = Path(__file__).with_name("worker.py")
 SILENT_S = 2.0
-
-
-def free_addresses(num: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return addresses
 
 
 class Cluster:
@@ -32,7 +25,7 @@ class Cluster:
 
     def __init__(self, ranks: int = 2, min_hosts: int = 1, wait_s: float = 1.0) -> None:
         self.ranks = ranks
-        self.meet = ",".join(free_addresses(2))
+        self.meet = free_addresses(2)
         self.options = [self.meet, str(min_hosts), "4", str(SILENT_S), str(wait_s)]
         self.events: list[dict] = []
         self.heard = threading.Condition()

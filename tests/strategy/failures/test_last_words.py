@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.strategy import rendezvous
-from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
+from lightning_hybrid.strategy.failures.error_summary import RULE, shared_memory_cure, summary_of
 from tests import toy
 from tests.scenes import fit
 

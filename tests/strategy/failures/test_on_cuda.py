@@ -17,7 +17,7 @@ from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.contrastive import InfoNCE
 from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy.comm_setup import CommSetup
-from lightning_hybrid.strategy.failures import (
+from lightning_hybrid.strategy.failures.failure_reports import (
     CLEAN_UP_ONLY,
     ERROR_HANDLING,
     HIGH_PRIORITY,

@@ -11,17 +11,12 @@ import torch.distributed as dist
 
 from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.rendezvous import RendezvousError, meet
+from tests.ports import free_port
 from tests.scenes import at, fit
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 SHORT_S = 1.0
 LONG_S = 30.0
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def listening(port=None):

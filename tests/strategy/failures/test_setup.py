@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.failures.setup_watchdog import SetupWatchdog
 from tests import toy
 from tests.rank_pool import RankError
 from tests.scenes import at, fit, same

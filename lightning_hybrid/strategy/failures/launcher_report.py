@@ -7,7 +7,7 @@ import os
 import time
 from contextlib import suppress
 
-from lightning_hybrid.strategy.error_summary import RULE, summary_of
+from lightning_hybrid.strategy.failures.error_summary import RULE, summary_of
 
 # Environment variable that torchrun sets for each rank to the path of the error file. The file has the format of
 # `torch.distributed.elastic.multiprocessing.errors.record`, a decorator that users may put around their `main`.

@@ -24,9 +24,9 @@ from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.backend_errors import failed_wait, is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.lightning_names import lightning_error, lightning_types
-from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
-from lightning_hybrid.strategy.launcher_report import remove_error_file, write_error_file
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.failures.error_summary import RULE, shared_memory_cure, summary_of
+from lightning_hybrid.strategy.failures.launcher_report import remove_error_file, write_error_file
+from lightning_hybrid.strategy.failures.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.user_code_checks import with_own_names
 
 if TYPE_CHECKING:
