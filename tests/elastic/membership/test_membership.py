@@ -20,14 +20,14 @@ from lightning_hybrid.elastic.membership.connections import Connection
 from lightning_hybrid.elastic.membership.host import Host
 from lightning_hybrid.elastic.membership.membership import Membership
 from lightning_hybrid.elastic.membership.view import IsolatedError, RefusedError, address_of
-from tests.elastic.membership.test_processes import free_addresses
+from tests.ports import free_addresses
 
 
 class Hosts:
     """Factory of hosts that share their `meet`. It records their changes and closes them."""
 
     def __init__(self) -> None:
-        self.meet = free_addresses(3)
+        self.meet = free_addresses(3).split(",")
         self.memberships = []
         self.changes = []
         self.pool = ThreadPoolExecutor(8)
