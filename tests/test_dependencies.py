@@ -192,6 +192,8 @@ def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_p
         "gpu",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "pytest_timeout",  # pyproject.toml sets its option, and no plugin is loaded by itself here
     ]
     environment = environment_without(tmp_path)
     no_hydra = subprocess.run(

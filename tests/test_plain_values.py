@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_hybrid import HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.flavours import fabric
+
+pytest.importorskip("hydra", reason="Hydra hands over the values")
+
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 PACKAGE = "lightning_hybrid"
 

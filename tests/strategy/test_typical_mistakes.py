@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from omegaconf import OmegaConf
 
 from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.checkpoint.file import DamagedCheckpointError
@@ -78,7 +77,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "Write callbacks=[GradientAccumulationScheduler({0: 2, 4: 4})], of `lightning.pytorch.callbacks`",
     ),
     "accumulation by epochs from Hydra": (
-        lambda: train(accumulate_grad_batches=OmegaConf.create({0: 2})),
+        lambda: train(
+            accumulate_grad_batches=pytest.importorskip("omegaconf").OmegaConf.create({0: 2})
+        ),
         "callbacks=[GradientAccumulationScheduler({0: 2})]",
     ),
     "accumulation as text": (
@@ -121,7 +122,7 @@ def test_a_fraction_of_a_byte_is_none():
 
 
 def test_text_and_lists_of_hydra_are_taken_for_numbers():
-    options = OmegaConf.create({"every": "8"})
+    options = pytest.importorskip("omegaconf").OmegaConf.create({"every": "8"})
     assert LocalSteps(**options).every == 8
     HybridAllReduceStrategy(ranks_per_node="2", loss_scale="1024", timeout="60")
 

@@ -28,6 +28,9 @@ from lightning_hybrid.planning.report.pipeline_report import what_pays
 from recipes.networks.bert import Bert
 from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
+
+pytest.importorskip("hydra", reason="the clusters are described in conf/")
+
 from tests.evidence.planner.known_clusters import cluster_of, vgg16
 from tests.recipes.test_simulate import reported, scenario
 
