@@ -1,4 +1,4 @@
-"""Watchdog for the setup of a run, which names failed ranks before the communication engine exists."""
+"""Watchdog that names failed ranks during setup, before the communication engine exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTSIDE = "in no collective"
 
 
 class SetupWatchdog:
-    """Watchdog that names dead, stopped, hanging or failed ranks while there is no communication engine.
+    """Watchdog that names dead, stopped, hanging or failed ranks before the communication engine exists.
 
     Collective: every rank must create it, in the same order.
 
@@ -93,7 +93,7 @@ class SetupWatchdog:
         return self._device_waits.stalled_s()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Abort the communicators of a GPU, so that its waits end.
+        """Abort the communicators of a GPU, so that pending collectives end.
 
         Waits of Gloo cannot be cancelled.
         """
@@ -102,7 +102,7 @@ class SetupWatchdog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark a section as a collective wait for the diagnosis of failures.
+        """Return a context that marks its code as waiting for other ranks in the diagnosis of failures.
 
         A rank that fails inside the section counts as one that waited for other ranks.
         """
@@ -111,7 +111,7 @@ class SetupWatchdog:
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Return a message with the cause of a failed collective, followed by this rank's own error.
+        """Return a message with the cause of a failed collective and with this rank's own error.
 
         The diagnosis is the same on every rank.
         """
@@ -124,9 +124,9 @@ class SetupWatchdog:
         return "in a collective that averages no gradients"
 
     def abort(self, reason: str) -> None:
-        """Report to the other ranks the reason why this rank ends."""
+        """Report to the other ranks the reason why this rank is ending."""
         self._watchdog.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:
-        """Stop the watchdog, which may already be stopped."""
+        """Stop the watchdog. Repeated calls have no effect."""
         self._watchdog.leave()

@@ -1,4 +1,4 @@
-"""Extension for `uneven_batches="join"`, by which ranks with fewer batches join the rest of an epoch.
+"""Extension for `uneven_batches="join"`, in which ranks that run out of batches finish the epoch.
 
 One training batch:
 
