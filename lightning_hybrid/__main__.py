@@ -1,4 +1,4 @@
-"""Console command: `lightning-hybrid train ...` runs the program `recipes/train.py`.
+"""Console command, in which `lightning-hybrid train ...` runs the program `recipes/train.py`.
 
     lightning-hybrid train trainer.devices=4
     torchrun --nproc-per-node=4 -m lightning_hybrid train

@@ -76,7 +76,7 @@ def require_number(
 
 
 def require_positive(name: str, value: float, why: str) -> None:
-    """Raise `ValueError` unless `value` is greater than zero, possibly infinite.
+    """Raise `ValueError` unless `value` is a positive number, which may be infinite.
 
     >>> require_positive("bytes_per_s", 0.0, "it is a rate")
     Traceback (most recent call last):

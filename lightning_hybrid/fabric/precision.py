@@ -1,4 +1,4 @@
-"""Precision plugin for Fabric: half-precision training on fp32 master weights in a user's own loop.
+"""Precision plugin for half-precision training with fp32 master weights in a user's own Fabric loop.
 
 It works like `precision/plugin.py` in the Trainer's manual optimization, for any number of modules and optimizers.
 Parameters are half-precision only during forward and backward, so all other code of the loop sees fp32 parameters.

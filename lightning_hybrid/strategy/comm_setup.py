@@ -117,7 +117,7 @@ class CommSetup:
         return False
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
-        """Raise if `ranks_per_node` does not suit the world size or the requirements of Adasum.
+        """Raise if `ranks_per_node` is incompatible with the world size or with Adasum.
 
         This needs no process group.
 

@@ -393,7 +393,7 @@ def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> 
 
 
 def _coupled_types(layer: nn.Module) -> list[type]:
-    """Return the types of layers whose loss compares the samples of a batch with each other."""
+    """Return the types of loss layers that compare the samples of a batch with each other."""
     couples = getattr(layer, "couples_the_batch", None)
     if couples is False:  # a `GlobalBatch`, with any loss
         return []

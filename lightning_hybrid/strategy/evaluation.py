@@ -111,7 +111,7 @@ class Evaluation:
         return limit
 
     def _runs_all(self, num_batches: int) -> bool:
-        """Return whether `limit_<stage>_batches` admits all `num_batches` batches of a loader."""
+        """Return whether `limit_<stage>_batches` lets a loader run all of its `num_batches` batches."""
         if isinstance(self._limit, int):
             return self._limit >= num_batches
         return int(num_batches * self._limit) == num_batches
@@ -119,9 +119,9 @@ class Evaluation:
     # ---- user code that calls collectives ----------------------------------------------------
 
     def num_collectives(self) -> int:
-        """Return the number of collectives called by this process, without those of DDP in evaluation.
+        """Return the number of collectives called by this process, except DDP's in evaluation steps.
 
-        DDP calls some in evaluation steps to broadcast its buffers.
+        DDP calls collectives in evaluation steps to broadcast its buffers.
         """
         return _num_collectives() - self._num_of_ddp
 

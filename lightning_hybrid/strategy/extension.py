@@ -70,7 +70,7 @@ class FitContext:
 
     @property
     def optimizer_steps(self) -> Sequence[OptimizerStepState]:
-        """Loss scale and step counters of each optimizer, or an empty sequence in full precision."""
+        """Loss scale and step counters of each optimizer, or an empty sequence without master weights."""
         return getattr(self.precision, "optimizer_steps", ())
 
     def outside_of_steps(self) -> AbstractContextManager[None]:
@@ -239,9 +239,10 @@ class FitExtension:
         return state
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
-        """Add the extension's own state to a checkpoint, next to "optimizer_states".
+        """Add the extension's own state to a checkpoint.
 
-        Also called after `end`. Collective, unless this rank is failing.
+        The state goes into a top-level entry, next to `optimizer_states`. Also called after `end`. Collective, unless
+        this rank is failing.
         """
 
     def status(self) -> Mapping[str, Any]:

@@ -49,7 +49,7 @@ class Slab:
         self.first_block = first.first_block
 
     def has_room_for(self, entry: NumberedParameter) -> bool:
-        """Return whether the slab still has at most `SLAB_NUMEL` elements with this parameter."""
+        """Return whether the slab stays within `SLAB_NUMEL` elements if the parameter is added."""
         end = entry.first_block * BLOCK + num_reals(entry.parameter)
         return end - self.first_block * BLOCK <= SLAB_NUMEL
 
@@ -107,19 +107,19 @@ class ErrorFeedbackExtension(FitExtension):
     """Extension for error feedback, which tracks skipped steps and saves and restores residuals.
 
     Args:
-        fit: The description of the fit.
+        fit: The description of the training run.
         saves: Whether checkpoints hold the residuals. An elastic run does not save them and begins with zeros.
     """
 
     def __init__(self, fit: FitContext, *, saves: bool = True) -> None:
         self._saves = saves
         refuse_unknown_outcomes(fit.precision, fit.module, may_skip=_step_state(fit) is not None)
-        # Both are kept after a fit, because a checkpoint may be saved later.
+        # Both are kept after a run, because a checkpoint may be saved later.
         self._feedback: ErrorFeedback | None = None
         self._blocks: BlockNumbers
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Store a reference to the residuals of DDP's communication hook, which exist on several nodes only."""
+        """Store a reference to the error-feedback residuals, which exist if there are several nodes."""
         if fit.hook_state.feedback is not None:
             self._feedback = fit.hook_state.feedback
             self._blocks = fit.hook_state.blocks

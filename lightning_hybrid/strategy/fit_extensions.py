@@ -104,21 +104,21 @@ class FitExtensions:
             loader = extension.training_loader(self.fit, loader)
         return loader
 
-    # ---- during the fit ----------------------------------------------------------------------
+    # ---- during the run ----------------------------------------------------------------------
 
     def _running_members(self) -> list[tuple[FitExtension, RunningFit]]:
-        """Return each started extension with the description of the run, or an empty list after its end."""
+        """Return each started extension with the description of the run, or an empty list if none runs."""
         if self._running is None:
             return []
         return [(extension, self._running) for extension in self._begun]
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook that returns nothing on each started extension, if training is running."""
+        """Call the named hook of each started extension and ignore its result, if training is running."""
         for extension, fit in self._running_members():
             getattr(extension, hook)(fit, *args)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run the backward pass inside all extensions' hooks, of which the first extension's is outermost."""
+        """Run the backward pass nested in the hooks of all extensions, with the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.backward, fit, run=run)
         return run(loss)
@@ -130,7 +130,7 @@ class FitExtensions:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run an optimizer step inside all extensions' hooks, of which the first extension's is outermost."""
+        """Run an optimizer step nested in the hooks of all extensions, with the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.update, fit, optimizer, closure, run, **options)
         for extension, fit in reversed(self._running_members()):

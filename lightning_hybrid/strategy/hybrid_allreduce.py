@@ -168,7 +168,7 @@ class HybridAllReduce(HalfPrecisionDDP):
             self._failures.end_setup()  # The engine's watchdog names missing ranks from here on.
 
     def _hidden(self) -> AbstractContextManager[None]:
-        """Return a context in which layers that belong to other ranks are hidden from device moves."""
+        """Return a context in which device moves skip layers that belong to other ranks."""
         return nullcontext()
 
     def model_to_device(self) -> None:

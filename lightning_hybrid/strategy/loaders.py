@@ -304,9 +304,9 @@ class TrainingLoaders:
         return self._start
 
     def _set_accumulation_of(self, epoch: int) -> None:
-        """Set the accumulation that `GradientAccumulationScheduler` has scheduled for an epoch.
+        """Apply the number of accumulated batches that `GradientAccumulationScheduler` sets for an epoch.
 
-        The callback itself acts only at the start of an epoch, which a resumed fit may skip.
+        The callback itself acts only at the start of an epoch, which a resumed run may skip.
         """
         for callback in self._trainer.callbacks:
             if isinstance(
@@ -334,7 +334,7 @@ class TrainingLoaders:
         return numbers[0]
 
     def _length_of_finished_epoch(self, num_done: int) -> int:
-        """Return the number of batches that an already finished epoch has with the batch size of this run.
+        """Return the length of an already finished epoch, in batches of this run's batch size.
 
         With another batch size, the last step of the epoch may have a different number of batches.
         """

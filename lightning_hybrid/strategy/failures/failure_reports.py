@@ -303,7 +303,7 @@ class FailureReports:
 
 
 def _note_started_rank(exception: BaseException, first_rank: int) -> None:
-    """Add the failed rank to an error that Lightning's launcher raised for a child process."""
+    """Add a note that names the failed rank to an error that Lightning's launcher raised for a child."""
     index = getattr(exception, "error_index", None)
     if index is not None:
         location = f"On rank {first_rank + index} (host {host_identity()[0]})"

@@ -52,7 +52,7 @@ class SetupWatchdog:
     def _new_watchdog(self, device: torch.device, timeout: timedelta | None) -> Watchdog:
         hosts_and_addresses: list[tuple[str, list[str]]] = [("", [])] * self._world_size
         dist.all_gather_object(hosts_and_addresses, (host_identity()[0], tcp_info.own_addresses()))
-        # A process may fit more than once, so each setup uses a separate store.
+        # A process may call `Trainer.fit` more than once, so each setup uses a separate store.
         setup_number = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
 
         give_up_after_s = None

@@ -62,7 +62,7 @@ class LocalStepsExtension(FitExtension):
     It implements `between_nodes=LocalSteps(...)`.
 
     Args:
-        fit: Fit that is about to start.
+        fit: Description of the training run that is about to start.
         steps: Options of the local steps.
 
     Raises:
@@ -78,7 +78,7 @@ class LocalStepsExtension(FitExtension):
             | in_precision(fit.precision)
         )
         self.steps = steps
-        self._nodes: IndependentNodes | None = None  # set from `after_setup` to the end of the fit
+        self._nodes: IndependentNodes | None = None  # set from `after_setup` to the end of the run
         # Loaded from a checkpoint, and kept until nodes begin to train independently.
         self._loaded_momentum: dict[str, Tensor] | None = None
         self._warning_filter: Any = None
@@ -174,7 +174,7 @@ class LocalStepsExtension(FitExtension):
         Collective: every rank must call it, in the same order.
 
         Args:
-            fit: Running fit.
+            fit: Description of the training run.
             num_steps: Number of steps taken so far. None: `trainer.global_step`.
         """
         nodes = self._nodes
@@ -260,7 +260,7 @@ class LocalStepsExtension(FitExtension):
         """
         self._loaded_momentum = checkpoint.get(OUTER_MOMENTUM)
         if self._nodes is not None:
-            # Callbacks such as LearningRateFinder load a checkpoint during a fit.
+            # Callbacks such as LearningRateFinder load a checkpoint during training.
             self._nodes.join(fit.wrapped, fit.engine)
 
     @contextmanager

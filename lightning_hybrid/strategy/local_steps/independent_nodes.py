@@ -126,7 +126,7 @@ class NodeAverage:
             future.wait()
 
     def _next_blocks(self, flat: Tensor) -> Tensor | None:
-        """Return the codec block indices of `flat`, which continue the count since `begin_step`.
+        """Return the indices of the codec blocks in `flat`, counted since the last `begin_step`.
 
         Returns None if there is no codec.
         """

@@ -28,7 +28,7 @@ def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesEx
     """Return the extension that slices layers, or warn and return None if every node has one rank.
 
     Args:
-        fit: Fit that is about to start.
+        fit: Description of the training run that is about to start.
         options: Features that the strategy's options request, with their descriptions.
 
     Raises:
@@ -67,7 +67,7 @@ class NodeSlicesExtension(FitExtension):
     def __init__(self, layers: list[tuple[str, ...]], *, is_adasum: bool) -> None:
         self._layers = layers
         self._is_adasum = is_adasum
-        self._slices: SlicedFit | None = None  # set from `before_optimizers` to the end of the fit
+        self._slices: SlicedFit | None = None  # set from `before_optimizers` to the end of the run
         self._is_first_step_compared = False
         self._averaged: set[int] = set()  # `id`s of the parameters whose gradients are averaged
 

@@ -91,7 +91,7 @@ class FirstStep:
     """Comparison of a rank's first training step with full layers and with sliced layers.
 
     Args:
-        fit: Fit whose first step is about to run.
+        fit: Description of the training run whose first step is about to begin.
         slices: Layers that are sliced.
         args, kwargs: Arguments of `training_step`.
     """

@@ -219,7 +219,7 @@ class SlicedFit:
         LARS and LAMB then compute norms over all slices of a tensor.
 
         Args:
-            optimizers: Optimizers of the fit.
+            optimizers: Optimizers of the run.
             comm_dtype: Dtype of gradients on the wire. None: their own dtype.
             is_last_backward: Returns whether the current backward is the last of its step.
             is_adasum: Whether nodes combine gradients by Adasum instead of the mean.
@@ -250,7 +250,7 @@ class SlicedFit:
 
     @property
     def frozen(self) -> set[int]:
-        """The `id`s of sliced parameters that do not require gradients.
+        """Set of the `id`s of sliced parameters that do not require gradients.
 
         Gradients of parameters that are frozen when training starts are not averaged in this run.
         """
@@ -368,7 +368,7 @@ class SlicedFit:
         """Restore the module and the optimizers, and destroy the process groups.
 
         Args:
-            optimizers: Optimizers of the fit.
+            optimizers: Optimizers of the run.
             is_whole: Whether to gather full parameters and optimizer state, which is collective. If False, the module
                 keeps its slices.
         """

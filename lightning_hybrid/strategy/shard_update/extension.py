@@ -53,10 +53,10 @@ class ShardUpdateExtension(FitExtension):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self._name = f"`shard_update` (={scope!r})"
-        self._shared: ShardedFit | None = None  # set from `after_setup` to the end of the fit
+        self._shared: ShardedFit | None = None  # set from `after_setup` to the end of the run
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return engine options with a plan that can reduce-scatter gradients to the ranks that use them."""
+        """Return engine options with a plan that can reduce-scatter gradients to the ranks that own them."""
         # On CUDA, and with one rank on each node, `auto` all-reduces all gradients.
         is_flat = fit.device.type == "cuda" or fit.topology.ranks_per_node == 1
         return {"plan": plan_for_owners(plan, is_flat=is_flat), "shares_update": self._scope}

@@ -166,7 +166,7 @@ class MasterShard(ParameterShard):
         self._pair.close()
 
     def show_rounded(self) -> None:
-        """Switch the parameter to its half-precision copy in fp32, unless it already holds fp32 values."""
+        """Switch the parameter to fp32 by converting its half-precision copy, unless it is fp32 already."""
         if self._pair.is_open:
             self.show_fp32(self.whole.float())
 

@@ -43,7 +43,7 @@ class ShardedFit:
     shard of the copy is compared with the master weights, to find values that user code has written.
 
     Args:
-        fit: Running fit. Its optimizers get `parts` and `add_up_`, if they have these attributes.
+        fit: Description of the training run. Its optimizers get `parts` and `add_up_`, if they have these attributes.
         is_late: Whether the all-gather of weights continues during the next forward pass.
     """
 

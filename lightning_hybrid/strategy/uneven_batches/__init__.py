@@ -1,4 +1,4 @@
-"""Extension for `uneven_batches="join"`, in which ranks that run out of batches finish the epoch.
+"""Extension for `uneven_batches="join"`, in which ranks without batches continue to the epoch's end.
 
 One training batch:
 

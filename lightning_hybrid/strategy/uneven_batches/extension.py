@@ -39,7 +39,7 @@ class UnevenBatchesExtension(FitExtension):
     Gradients of the ranks are weighted by their numbers of samples.
 
     Args:
-        fit: Fit that is about to start.
+        fit: Description of the training run that is about to start.
 
     Raises:
         ValueError: The module cannot be combined with `uneven_batches`.
