@@ -1,4 +1,4 @@
-"""Pipeline schedules by name (GPipe, 1F1B, interleaved, zero bubble), which torch runs."""
+"""Selection of torch's pipeline schedules by name (GPipe, 1F1B, interleaved, zero bubble)."""
 
 from __future__ import annotations
 
