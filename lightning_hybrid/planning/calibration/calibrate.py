@@ -54,15 +54,15 @@ class TimedAllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Fitted cluster description, with the fits from which it is made.
+    """Cluster description fitted to measurements, with the fitted links and the remaining errors.
 
     Attributes:
         cluster: The description.
         inside: The fitted link inside a node. None with one rank per node.
         across: The fitted link between nodes. None with one node.
         consent_s: Additional time of a message whose receiver is not ready yet, by level (inside, across).
-        flow_bytes_per_s: Rate of a node by the number of flows at the same time.
-        add_bytes_per_s: Rate of additions of a rank, by dtype, while all ranks add.
+        flow_bytes_per_s: Bandwidth of a node, by the number of simultaneous flows.
+        add_bytes_per_s: Rate at which each rank adds tensors while all ranks add, by dtype.
         sums: The timed all-reduces.
         notes: Sentences for the user.
     """
@@ -88,7 +88,7 @@ class Calibration:
 
 
 def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
-    """Fit the cluster description that explains the measured times best.
+    """Fit a cluster description to measured times of messages and all-reduces.
 
     Raises:
         ValueError: Too few sizes were measured for a line, or no all-reduce was measured.

@@ -192,7 +192,7 @@ class ClusterCosts:
         )
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
-        """Return the time that a codec adds to the stage between nodes, in seconds.
+        """Return the time that a codec adds to the inter-node stage of an all-reduce, in seconds.
 
         `num_bytes` is the size of the chunk. The time is 0 without a codec.
         """

@@ -123,7 +123,7 @@ class SimulationReport:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return the key figures of the run by name.
+        """Return the main results of the run by name, such as step time and efficiency.
 
         Energy and price are included if the cluster's description has rates for them.
         """
@@ -222,7 +222,7 @@ class SimulationReport:
         )
 
     def _best_plan(self) -> str:
-        """Return a sentence that names the fastest plan, or says why the default should stay."""
+        """Return a sentence that names the fastest plan, or explains why the default plan is kept."""
         scenario = self.scenario
         own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
         best, comparison = self._best_and_flat(own_s)
@@ -255,7 +255,7 @@ class SimulationReport:
         )
 
     def _best_and_flat(self, own_s: float) -> tuple[Candidate, str]:
-        """Return the plan to compare with the configured one, and a sentence on flat plans.
+        """Return the plan to compare with the configured one, and a sentence on flat all-reduces.
 
         The plan is chosen as in `plan_search`.
 
@@ -291,7 +291,7 @@ class SimulationReport:
         return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
 
     def markdown(self) -> str:
-        """Return the full report in Markdown, with figures, buckets, scaling curve and plans."""
+        """Return the full report in Markdown, with results, buckets, scaling curve and plans."""
         scenario = self.scenario
         numbers = self.numbers()
         if (
@@ -402,7 +402,7 @@ def _longer(step_s: float, best_s: float) -> str:
 
 
 def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
-    """Return the numbers of ranks of the scaling curve.
+    """Return the numbers of ranks at which the scaling curve is simulated.
 
     They go from one to four times `num_ranks`, followed by numbers of up to 16,384.
 
