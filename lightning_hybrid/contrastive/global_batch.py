@@ -64,7 +64,7 @@ class GlobalBatch(nn.Module):
         self._num_steps = 0
 
     def forward(self, embed: Callable[[Any], Any], batch: Any) -> Tensor:
-        """Return the loss of the batch.
+        """Embed the batch chunk by chunk, and return the contrastive loss.
 
         Args:
             embed: Module, or method of a module, whose parameters receive the gradients. It takes a chunk of the

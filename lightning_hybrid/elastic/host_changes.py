@@ -392,7 +392,7 @@ class Views:
         self.groups.destroy()
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the elastic run, and say goodbye to the other hosts if no error occurred.
+        """Leave the elastic run, and notify the other hosts if no error occurred.
 
         After an error, the other hosts treat this host as lost.
         """

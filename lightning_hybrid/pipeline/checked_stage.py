@@ -1,4 +1,4 @@
-"""Subclass of torch's `PipelineStage` with fp32 gradient sums, shape checks and located errors."""
+"""Subclass of torch's `PipelineStage` with fp32 gradient accumulation and shape checks."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class PipelineWatchdog(SetupWatchdog):
             wait.run()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """End this rank's waits with the error that all ranks report."""
+        """Interrupt this rank's waits and abort its all-reduces, with the given error."""
         self._error = self._error or error
         if self.engine is not None:
             self.engine.abort(error)

@@ -65,13 +65,13 @@ class Follower(SocketThread):
             self._first.send(kind="end", why=why)
 
     def leave(self) -> None:
-        """Leave the run without an error, and say goodbye to the first rank."""
+        """Leave the run without an error, and notify the first rank of this host."""
         self._has_left = True
         if self._first:
             self._first.send(kind="bye")
 
     def waits_for(self) -> str:
-        """Describe what the next membership view is waiting for."""
+        """Return a description of the ranks that the next membership view is waiting for."""
         return "the first rank of this host, which speaks with the others"
 
     def _say_it(self) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 
 class IsolatedError(RuntimeError):
-    """Error of a host that must stop, because it is cut off from a quorum of the other hosts.
+    """Error on a host that must stop, because it cannot reach a quorum of the other hosts.
 
     The other hosts continue without it, or no host may continue. Save, and end the run.
     """
 
 
 class RefusedError(RuntimeError):
-    """Error of a host that an existing run does not admit, because its settings differ."""
+    """Error on a host that an existing run does not admit, because its settings differ."""
 
 
 @dataclass(frozen=True)

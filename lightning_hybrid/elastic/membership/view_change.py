@@ -124,7 +124,7 @@ class ViewChange:
         self._advance()
 
     def leave(self, why: str = "") -> None:
-        """Leave the run, and say goodbye to the other hosts.
+        """Leave the run, and notify the other hosts.
 
         The host has finished without an error, or may not continue.
         """

@@ -1,4 +1,4 @@
-"""Description of the measured ranks, checks that they agree, and saved measurements."""
+"""Description of the measured ranks, consistency checks, and loading of saved measurements."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _Uses(LiveBytes):
         return results
 
     def use(self, tensor: Tensor) -> None:
-        """Record a use of a tensor, and rule out the pipeline cuts between its first use and this one."""
+        """Record a use of a tensor, and rule out the pipeline cuts between its first appearance and this use."""
         address = tensor.untyped_storage()._cdata
         # A parameter counts from its first use, so that no parameter is used on both sides of a cut.
         first_seen_at = self._first_seen_at.setdefault(address, len(self.marks))

@@ -43,7 +43,10 @@ CLEARLY_LESS_BY_HIERARCHY = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Communication plan with its simulated step, in which all ranks have mean speed."""
+    """Communication plan with its simulated step time.
+
+    All ranks have mean speed in the simulation.
+    """
 
     plan: CommPlan
     num_buckets: int

@@ -37,7 +37,7 @@ FAR_RANKS = (256, 1024, 4096, 16384)  # additional ranks of the curve in table.m
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """Simulated step at one number of ranks.
+    """Result of a simulated training step for one number of ranks.
 
     `least_s` is a lower bound for the time of any all-reduce of all gradients between these nodes.
     """
