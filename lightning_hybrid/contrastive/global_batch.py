@@ -24,7 +24,7 @@ class GlobalBatch(nn.Module):
         loss = loss(*z)             over the pairs of all ranks
         backward                    dloss/dz, then each chunk once more: d(embed(chunk) . dloss/dz) / dw
 
-    The gradients are those of one batch, for about the time of a second forward. The second pass of
+    The gradients equal those of one large batch, at the cost of about one more forward. The second pass of
     a chunk repeats the first exactly. It uses the same:
 
     * parameters and buffers, so that running statistics are updated once;

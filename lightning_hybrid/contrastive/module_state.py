@@ -192,8 +192,8 @@ class Parameters:
     def as_leaves(self) -> Iterator[None]:
         """Swap parameters for leaf tensors with the earlier values and without hooks within the context.
 
-        Each parameter object points to another C++ tensor meanwhile, with its own gradient. Thus
-        every reference to it is covered, including those in lists and in `torch.nn.LSTM`. Hooks of
+        Within the context, each parameter object points to another C++ tensor with its own gradient. Thus
+        every reference to the parameter is covered, including those in lists and in `torch.nn.LSTM`. Hooks of
         the user and of DistributedDataParallel belong to the original tensor and do not run.
         """
         torch.clear_autocast_cache()  # its references would prevent the swap

@@ -27,7 +27,7 @@ def without_autocast(device: torch.device) -> torch.autocast:
 def refuse_second_derivatives(name: str) -> None:
     """Raise if a backward runs with `create_graph=True`.
 
-    torch would treat parts of such a backward as constants.
+    torch would treat some intermediate results of that backward as constants.
 
     Raises:
         RuntimeError: The backward runs with `create_graph=True`.

@@ -51,7 +51,7 @@ class ElasticFit:
     Args:
         options: Validated options of the user.
         strategy: Strategy that runs one shard. Its methods call the methods of this class.
-        comm: Communication of the strategy. Its `topology` is that of `max_hosts` hosts, with this host as the first.
+        comm: Communication of the strategy. Its `topology` describes `max_hosts` hosts, with this host as the first.
         failures: Record of failures, whose `ended_by` is the error that ends the run.
         timeout: Maximum duration of every wait for other ranks.
     """
@@ -413,7 +413,7 @@ class ElasticFit:
                         outputs = outputs_of_attempt
                     run_first_shard = self._run_first_shard
 
-                # Ranks vote even without an attempt, because others on this host may not know yet that the view ended.
+                # Ranks vote even without an attempt, because another rank may not know yet that the view has ended.
                 if self._is_whole(views):
                     return outputs
 

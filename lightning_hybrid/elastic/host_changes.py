@@ -241,7 +241,7 @@ class Views:
     def _warn_of_ended_hosts(self, view: View) -> None:
         """Warn about hosts that have ended training without an error while this host continues.
 
-        Their stop criteria differ from those of this host.
+        The stop criteria of these hosts differ from those of this host.
         """
         hosts_before = self._hosts_before
         self._hosts_before = view.hosts
@@ -426,7 +426,7 @@ class Views:
         self._has_state = not joins
         data = b""
         if me.host == source.host and me.id not in behind:
-            # All ranks of the source's host take part, because with `shard_update` each has a shard of the state.
+            # All ranks of the source's host participate, because with `shard_update` each has a shard of the state.
             trainer = self._strategy.lightning_module.trainer
             checkpoint = trainer._checkpoint_connector.dump_checkpoint()
             self._strategy._loaders.save(checkpoint, is_alone=True)
@@ -513,7 +513,7 @@ class Views:
         hashes = {name: int(fingerprint.of(tensor)) for name, tensor in tensors_of_replica(trainer)}
         gathered: list[Any] = [(hashes, self.wants_stop)] * len(view.members)
         if self.groups.world is not None:
-            # A rank that stops early tells the others here, so that no step needs a vote.
+            # A rank that stops early tells the other ranks here, so that no step needs a vote.
             self.groups.run(
                 partial(dist.all_gather_object, gathered, gathered[0], group=self.groups.world)
             )

@@ -48,7 +48,7 @@ class HybridElastic(HybridAllReduce):
         images of a step = batch size of a rank x `devices` x `max_hosts`         for any number of present hosts
 
     Each host is launched separately, with one node: `python train.py`, or `torchrun --nnodes=1`. Up to rounding, the
-    weights are those of a run on `max_hosts` hosts that loses none.
+    weights equal those of a run in which all `max_hosts` hosts are always present.
 
     Args:
         max_hosts: Number of hosts that share a step when all are present. None: the environment variable
@@ -87,7 +87,7 @@ class HybridElastic(HybridAllReduce):
         )
         self._fit: ElasticFit | None = None
         self._held_loggers: HeldLoggers | None = None
-        # Whether this rank is the first of all hosts, also after the fit. None before there is one.
+        # Whether this rank is rank zero over all hosts, also after training. None before training.
         self._is_first: bool | None = None
         _refuse_own_buffers(options)
         # DDP's ranks are those of one host. All hosts share buffers at the end of a step, in `ElasticFit`.

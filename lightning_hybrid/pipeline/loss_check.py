@@ -23,7 +23,7 @@ from lightning_hybrid.module_state import put_back
 def free_bytes(device: torch.device) -> float:
     """Return the free memory of a device in bytes.
 
-    The result is infinite for a CPU, whose memory held the whole network before it was cut.
+    The result is infinite for a CPU, whose memory held the whole network before it was divided into stages.
     """
     if device.type != "cuda":
         return math.inf

@@ -231,7 +231,7 @@ def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
 class Muting:
     """Suppression of logging and metric updates during `training_step` on a micro-batch.
 
-    Each batch is then logged once, as without a pipeline. Copies replace the metrics of the module meanwhile, so that
+    Each batch is then logged once, as without a pipeline. Until then, copies replace the metrics of the module, so that
     code that uses their values works.
     """
 

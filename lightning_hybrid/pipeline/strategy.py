@@ -413,7 +413,7 @@ class HybridPipeline(DataRanksMixin):
         """
         refuse_after_failure(self._comm.engine)  # before any collective
         self._failures.refuse_to_save_alone("A pipeline", "its stages are on several ranks")
-        group = None if self._groups is None else self._groups.agree  # None: after the fit
+        group = None if self._groups is None else self._groups.agree  # None: after training
         gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 

@@ -163,7 +163,7 @@ class SocketThread:
         self._loop.set_exception_handler(self._crash)
         self._end: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
-        # A forked worker that kept the sockets would hide the death of this process from the others.
+        # A forked worker that kept the sockets would hide the death of this process from other ranks.
         os.register_at_fork(after_in_child=_closer(weakref.ref(self)))
 
     # ---- what differs ------------------------------------------------------------------------------------------------

@@ -452,8 +452,8 @@ class Host(SocketThread):
     def _host_to_join(self, now: float) -> str | None:
         """Return the host that this host should join, or None if no other host has precedence.
 
-        A host with a run comes first. Otherwise it is the host that answers at the first address of `meet` before this
-        host's own.
+        A host with a run has precedence over all other hosts. Without a run, the host that answers at the earliest
+        address of `meet` before this host's own address has precedence.
         """
         answers = {}
         for meet_index, answer in self._answers.items():

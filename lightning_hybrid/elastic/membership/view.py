@@ -49,8 +49,9 @@ class View:
         store: "ip:port" of a new TCP store, opened for this view only.
         target: Number of completed steps that all ranks have after the change.
         donors: By local rank, the id of a member that has completed `target` steps. It has the same local rank if there
-            is such a member, otherwise any. Data-parallel ranks all have the same state. If the ranks of a host share
-            the update, all of them complete a step or none does, and there always is a member with that local rank.
+            is such a member, otherwise any local rank. Data-parallel ranks all have the same state. If the ranks of a
+            host share the update, all of them complete a step or none does, and there always is a member with that
+            local rank.
         behind: Ids of members that receive the state from the donor of their local rank.
         reasons: Reasons for the end of the previous view.
     """

@@ -3,7 +3,7 @@
 Each host has one. Its inputs are messages and losses of hosts, and its outputs are messages. It uses no sockets, clocks
 or threads. README.md describes its states.
 
-Dynamic voting makes it safe when links are cut. A proposal that may have been installed on some host counts as a view
+Dynamic voting keeps it safe when links fail. A proposal that may have been installed on some host counts as a view
 until it is known not to be, and the next proposal needs the votes of its hosts, too (Yeger Lotem, Keidar and Dolev
 1997, "Dynamic voting for consistent primary components", PODC).
 """

@@ -109,7 +109,7 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
             f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
             "fitted to what came about. Give it more: measure.limit_s=<seconds>."
         )
-    # A core that receives and adds is not faster than at one of the two alone.
+    # A core that receives and adds is not faster than one that only receives or only adds.
     core_bytes_per_s = min(
         [fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values())
     )

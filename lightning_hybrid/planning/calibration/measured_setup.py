@@ -45,7 +45,7 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
     """Read the measurements and the setup of an earlier run from its `summary.json`.
 
     Raises:
-        ValueError: The file is not such a summary.
+        ValueError: The file is not a summary of measurements.
     """
     try:
         answers = json.loads(Path(path).read_text())

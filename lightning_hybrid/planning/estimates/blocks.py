@@ -97,7 +97,7 @@ def traced_blocks(
 ) -> list[Block]:
     """Return the blocks of a network in the order in which forward runs them.
 
-    A network with `pipeline_blocks()` is cut as in a run. Any other network may be cut before each child, where an
+    A network with `pipeline_blocks()` is divided as in a run. Any other network may be cut before each child, where an
     `nn.Sequential` is replaced by its children, if exactly one tensor crosses the cut. There is no cut inside a
     residual block, inside a shortcut of the network, or between two uses of one parameter.
 

@@ -264,8 +264,8 @@ class MemoryChoices:
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
         """Return memory needs that each change a single setting, in the order in which to try them.
 
-        They are sorted by additional time per byte saved. Among settings that take no time, the one
-        that saves most comes first.
+        They are sorted by additional time per byte saved. Among settings that take no additional time, the one that
+        saves the most memory comes first.
         """
         asked, *single_needs = [need for need in self.needs() if len(need.settings) < 2]
         single = [

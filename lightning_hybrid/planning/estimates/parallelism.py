@@ -132,7 +132,7 @@ def pipeline_choices(
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockLoad:
-    # Cost of one block for one micro-batch. `held_bytes` are its weights and their state, for the whole fit.
+    # Cost of one block for one micro-batch. `held_bytes` are its weights and their state, during the whole run.
     forward_s: float
     backward_s: float
     kept_bytes: float

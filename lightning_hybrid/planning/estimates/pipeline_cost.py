@@ -191,7 +191,7 @@ def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[Sta
     """Return the time of a simulated pipeline step until the last gradient is averaged, in seconds.
 
     The all-reduce of a stage's gradients starts with its last backward, and the stages of a rank
-    follow one another. That backward, and those of the stages before, hide it.
+    follow one another. The all-reduce overlaps with that backward and with the backwards of earlier stages.
     """
     step_s = 0.0
     for of_rank in tasks:

@@ -173,7 +173,7 @@ class Search:
     def run(self, scenario: Scenario) -> list[Candidate]:
         """Simulate all candidate plans, and return them without duplicates, sorted by step time.
 
-        Among equal times, the candidate with fewer buckets comes first.
+        Among candidates with equal times, the one with fewer buckets comes first.
         """
         plans = [
             with_buckets(replace(scenario.plan, algorithm=algorithm or "auto"), size)  # type: ignore[arg-type]

@@ -87,12 +87,12 @@ class SimulationReport:
         """Simulate the run at several numbers of ranks, and with other communication plans.
 
         Args:
-            scenario: Run of which a step is simulated.
+            scenario: Training run for which a step is simulated.
             network: Network whose memory is measured.
             planned: Length and rates of the run.
             memory_settings: Settings on which the memory of a rank depends.
             search: Search for other plans. None: no search.
-            scaling_ranks: Numbers of ranks of the curve. None: around that of the scenario, and thousands.
+            scaling_ranks: Numbers of ranks of the scaling curve. None: the result of `scales`.
             preset: As in the class.
         """
         if scenario.is_local:
@@ -385,7 +385,7 @@ def _compression(
 def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
     """Return a Markdown table of the best plans and the slowest one.
 
-    It lists how much longer the step of each plan takes than that of the best.
+    The column "more" says how much longer a step takes under each plan than under the best one.
     """
     best = candidates[0]
     lines = ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]
