@@ -494,7 +494,7 @@ class ElasticFit:
             torch.cuda.manual_seed(torch.initial_seed())
 
     def after_backward(self) -> None:
-        """Average gradients outside of DDP after the last backward of a view's first step.
+        """Average gradients outside of DDP, after the last backward of the first step in a membership view.
 
         The gradients are copied into the buckets of `flat_buckets`. In half-precision training they have half precision
         and are still multiplied by the loss scale, as in DDP's buckets. The averages are unscaled and checked for inf

@@ -346,7 +346,7 @@ class Views:
             return not self.ended
 
     def agrees(self, has_succeeded: bool, reason: str) -> bool:
-        """Return whether all ranks of this host have succeeded, and end the membership view if not.
+        """Return whether all ranks of this host have succeeded, and end the membership view otherwise.
 
         Args:
             has_succeeded: Vote of this rank.

@@ -23,7 +23,7 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 class StepMetric(NamedTuple):
-    """Torchmetrics metric of a module, with its states divided into sums and all others."""
+    """Torchmetrics metric of a module, with the names of its summed states and of its other states."""
 
     name: str
     metric: Any

@@ -131,7 +131,7 @@ def in_stages(
     places: Sequence[int],
     random_state_of: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Draw each stage's own random numbers while the whole network runs within the context.
+    """Use each stage's own random numbers while the whole network runs within the context.
 
     A user's `forward` may call the layers of a block instead of the block itself. Therefore a stage
     also begins at the first call of a layer that only this stage contains.

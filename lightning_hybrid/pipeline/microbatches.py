@@ -231,8 +231,8 @@ def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
 class Muting:
     """Suppression of logging and metric updates during `training_step` on a micro-batch.
 
-    Each batch is then logged once, as without a pipeline. Until then, copies replace the metrics of the module, so that
-    code that uses their values works.
+    Each batch is then logged once, as without a pipeline. Copies replace the metrics of the module during these calls,
+    so that code that uses metric values works.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -41,7 +41,7 @@ class PipelineRanks:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of pipelines, which read different batches."""
+        """Number of pipelines, each of which reads different batches."""
         return self.world_size // self.num_ranks
 
     @property

@@ -49,7 +49,7 @@ def share_(
 
 
 def local_entries(checkpoint: Mapping[str, Any]) -> dict[EntryPath, Any]:
-    """Return the checkpoint entries that this rank holds, as `{path: value}`.
+    """Return the checkpoint entries that this rank holds, keyed by their path in the checkpoint.
 
     Paths lead to tensors of module states and to entries of optimizer states.
     """

@@ -187,7 +187,7 @@ class SocketThread:
 
     @property
     def pause_s(self) -> float:
-        """Seconds between two ticks."""
+        """Time between two calls of `tick`, in seconds."""
         return self._settings.tick_s
 
     # ---- from any thread ---------------------------------------------------------------------------------------------

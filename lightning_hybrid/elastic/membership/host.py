@@ -278,7 +278,7 @@ class Host(SocketThread):
         self._act()
 
     def _lose_hosts_without_goodbye(self, now: float) -> None:
-        """Mark each host as lost that closed a connection one tick ago and has sent no goodbye.
+        """Mark hosts as lost that closed a connection and said no goodbye within a heartbeat interval.
 
         By then, all messages that the host had sent have been read.
         """

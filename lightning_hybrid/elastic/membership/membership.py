@@ -98,7 +98,7 @@ class Follower(SocketThread):
 
     @property
     def pause_s(self) -> float:
-        """Seconds between two ticks."""
+        """Time between two calls of `tick`, in seconds."""
         return self._settings.tick_s * (TICKS_WITHIN_HOST if self.key else 1)
 
     def tick(self, now: float, is_late: bool) -> None:

@@ -104,7 +104,7 @@ class Settings:
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two heartbeats."""
+        """Time between two heartbeats, in seconds."""
         return self.silent_s / 8
 
     @property
