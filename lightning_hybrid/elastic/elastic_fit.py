@@ -6,7 +6,7 @@ batches of a step.
 optimizer_step      runs the closure again in a new view until all gradients are averaged, and then updates the weights
 attempt             forward and backward of this rank's shards -> all-reduce -> buffers of rank zero, logged values
 view ends           every wait in its process groups ends, hosts form a new view, and ranks that are behind receive the
-                    state (views.py)
+                    state (host_changes.py)
 """
 
 from __future__ import annotations
