@@ -1,4 +1,4 @@
-"""Console command: `lightning-hybrid train ...` runs the program `recipes/train.py`.
+"""Console command, in which `lightning-hybrid train ...` runs the program `recipes/train.py`.
 
     lightning-hybrid train trainer.devices=4
     torchrun --nproc-per-node=4 -m lightning_hybrid train
@@ -42,7 +42,7 @@ QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
 
 
 def programs() -> dict[str, Path]:
-    """Return a dictionary from command names to program files, in the wheel or in the source checkout."""
+    """Return the program file of each subcommand by name, from the wheel or the source checkout."""
     recipes = PACKAGE / "_app" / "recipes"  # in a wheel
     if not recipes.is_dir():
         recipes = PACKAGE.parent / "recipes"
@@ -101,7 +101,10 @@ def answer(words: list[str], names: list[str]) -> str | None:
 
 
 def main() -> None:
-    """Run the command named by the first argument, as `python recipes/<name>.py` would."""
+    """Run the recipe program named by the first command-line argument.
+
+    It runs as with `python recipes/<name>.py`.
+    """
     words = sys.argv[1:]
     files = programs()
     text = answer(words, list(files))

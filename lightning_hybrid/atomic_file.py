@@ -44,7 +44,7 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
 
 
 def part_path(path: Path) -> Path:
-    """Return the temporary path that holds the content of `path` while it is being written."""
+    """Return the path of the temporary file that replaces `path` once it is complete."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -70,6 +70,6 @@ def sync_directory(folder: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a file and ignore errors, for example if it does not exist."""
+    """Remove a file if possible, and ignore errors such as a missing file."""
     with suppress(OSError):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Lookup of the averaged copies of a module that Lightning's callbacks keep."""
+"""Functions that find the averaged model copies held by Lightning's callbacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.lightning_names import lightning_types
 
 
 def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
-    """Return the averaged models held by weight-averaging callbacks of Lightning.
+    """Return the averaged models held by Lightning's weight-averaging callbacks.
 
     Args:
         callbacks: Callbacks of the trainer.
@@ -30,7 +30,7 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
 
 
 def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
-    """Return the averaged copies of the module that EMA, SWA and similar callbacks keep."""
+    """Return the modules with averaged weights held by EMA, SWA and similar callbacks."""
     modules = []
     for average in average_models(callbacks, "StochasticWeightAveraging"):
         if isinstance(average, AveragedModel):

@@ -6,7 +6,7 @@ tensors, NumPy arrays     a row for each sample, in the first dimension
 lists, tuples             an entry for each sample (texts, names), or a container of such columns
 mappings, named tuples,
 dataclasses               a container of columns
-numbers, texts, None      constants, equal in every part
+numbers, texts, None      constants, the same in every slice
 arrays of one row         also constants, if other arrays have more rows
 """
 
@@ -168,7 +168,7 @@ def _holds_column(value: Any, num_rows: int) -> bool:
 
 
 def _lengths_of_lists(batch: Any) -> set[int]:
-    """Return the possible numbers of samples, from the lengths of the outermost lists in a batch."""
+    """Return the candidate batch sizes implied by the lengths of the outermost lists in a batch."""
     if not _is_list(batch):
         lengths = set[int]()
         for entry in _entries(batch):

@@ -36,7 +36,7 @@ def _number_in(text: str) -> int | float | str:
 
 
 def make_whole(instance: Any, *fields: str) -> None:
-    """Convert fields of a dataclass to plain Python values, and whole floats such as 1e6 to integers.
+    """Convert dataclass fields in place to plain values, and integral floats such as 1e6 to integers.
 
     YAML and Python read 1e6 as a float. The dataclass may be frozen.
     """
@@ -48,7 +48,7 @@ def make_whole(instance: Any, *fields: str) -> None:
 
 
 def make_plain(instance: Any, *fields: str) -> None:
-    """Convert fields of a dataclass, which may be frozen, to plain Python values with `plain_value`."""
+    """Convert fields of a dataclass in place to plain Python values, even if it is frozen."""
     for field in fields:
         object.__setattr__(instance, field, plain_value(getattr(instance, field)))
 
@@ -76,7 +76,7 @@ def require_number(
 
 
 def require_positive(name: str, value: float, why: str) -> None:
-    """Raise `ValueError` unless `value` is above zero, where infinity is allowed.
+    """Raise `ValueError` unless `value` is a positive number, which may be infinite.
 
     >>> require_positive("bytes_per_s", 0.0, "it is a rate")
     Traceback (most recent call last):
@@ -88,13 +88,13 @@ def require_positive(name: str, value: float, why: str) -> None:
 
 
 def require_share(name: str, value: float, why: str) -> None:
-    """Raise `ValueError` unless `value` is above 0 and at most 1."""
+    """Raise `ValueError` unless `value` is a fraction in the interval (0, 1]."""
     if not 0 < value <= 1:
         raise ValueError(f"`{name}` (={value!r:.80}) must be above 0 and at most 1: {why}.")
 
 
 def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str = "") -> None:
-    """Raise `ValueError` unless `value` is an integer that is at least `least`.
+    """Raise `ValueError` unless `value` is an integer of at least `least`.
 
     The error message names the `unit`, if there is one.
 

@@ -16,7 +16,7 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Restore a module's buffers, attributes and random generators when the `with` block exits.
+    """Restore a module's buffers, attributes and random number generators at the end of a `with` block.
 
     Attributes that are lists, dictionaries, sets or deques get their old entries. Parameters are not restored. State
     inside other objects, or outside the module, such as a file, is not restored either.

@@ -1,4 +1,4 @@
-"""Sharding of a tensor's elements between ranks, at block boundaries."""
+"""Sharding of tensors over ranks, with shard boundaries at multiples of a block size."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """Status of a training run under `HybridAllReduceStrategy`, for callbacks to read.
+    """Read-only status of a training run under `HybridAllReduceStrategy`, for callbacks.
 
     Under other strategies every field except `has_grad_scaler` has its default.
 
@@ -34,7 +34,7 @@ class RunStatus:
         optimizer_steps: Loss scale and step counters of each optimizer. Empty unless training in half precision.
         window: Object that swaps half-precision and fp32 parameters around each training step. None: no half precision.
         has_grad_scaler: Whether Lightning scales the loss (`precision="16-mixed"`).
-        comm_trace: Counters of the communication, during a fit.
+        comm_trace: Communication counters and timings of the current training run. None: no training is running.
         communication_plan: One-line description of ranks, nodes, buckets and algorithms, once they are known.
         master_parts: fp32 values of the shard that this rank updates, by the `id` of the parameter. Only parameters
             with a sharded update have an entry.
@@ -50,7 +50,7 @@ class RunStatus:
             (`uneven_batches="join"`). Its gradients do not count.
         replica_group: Ranks that hold the same stage of a pipeline. None: all ranks.
         node_group: Ranks of the node, while nodes train independently. None: nodes do not train independently.
-        verdict_group: Ranks that skip the same steps, throughout a fit. None: all ranks.
+        verdict_group: Ranks that skip the same steps, throughout the run. None: all ranks.
         num_shards: Number of batches in a step over all hosts of an elastic run. None: the run is not elastic.
         num_ranks: Number of ranks on all present hosts of an elastic run. None: the run is not elastic.
         gather_over_hosts: Function of an elastic run that gathers a value from each rank of all present hosts, or
@@ -113,7 +113,7 @@ def has_grad_scaler(plugin: Precision) -> bool:
 
 
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each tensor that must be equal on all ranks that hold it.
+    """Yield the name and value of each tensor that must be identical on all ranks that hold it.
 
     These are parameters, master weights, optimizer state, loss scales and counts of skipped steps. A tensor whose name
     begins with `PART` is a shard and is compared only between the ranks that hold the same shard.

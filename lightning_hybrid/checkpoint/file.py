@@ -50,7 +50,7 @@ class RefusedCheckpointError(UnpicklingError, ValueError):
 
 
 class CheckpointWriteError(OSError):
-    """Error raised when a checkpoint could not be written, in which case the old file is kept."""
+    """Error raised when a checkpoint cannot be written, in which case an existing file is kept."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -123,9 +123,9 @@ def remove_checkpoint(path: Path) -> None:
 
 
 class _ChecksumFile:
-    """Writable file that computes a checksum and appends it as a zip comment in `finish`.
+    """Writable file wrapper that computes a CRC-32 checksum and appends it as a zip comment.
 
-    It withholds the last two bytes, the length of the comment, until `finish`.
+    It withholds the last two bytes, which are the length of the comment, until `finish`.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -151,7 +151,7 @@ class _ChecksumFile:
         """Do nothing, because the file is not buffered."""
 
     def finish(self) -> None:
-        """Write the zip comment with the checksum, and its length in place of torch's 0."""
+        """Write the length of the zip comment and then the comment, which contains the checksum."""
         assert self.withheld == b"\0\0", "torch.save did not end with an archive without a comment"
         self._put(memoryview(_COMMENT_BYTES.to_bytes(2, "little")))
         comment = _COMMENT % (self.crc32, self.num_bytes)
@@ -171,7 +171,7 @@ class _ChecksumFile:
 
 
 def _link_old(path: Path, old: Path) -> bool:
-    """Create the hard link `old` to the file at `path`, and return True if it was created.
+    """Create a hard link `old` to the file at `path`, and return whether it was created.
 
     Without hard links, the file is renamed to `previous_of(path)`.
     """
@@ -251,7 +251,7 @@ def load_unchecked(
 
 
 def check_whole(path: Path) -> bool:
-    """Verify the checksum of a checkpoint file, and return whether the file has a checksum.
+    """Verify a checkpoint file's checksum, and return False if the file has none.
 
     Raises:
         DamagedCheckpointError: The checksum differs, or the file is not a checkpoint.
@@ -321,7 +321,7 @@ def _end_of(file: BinaryIO, num_bytes: int, length: int) -> bytes:
 
 
 def not_found(path: Path) -> str:
-    """Return the error message for a missing checkpoint, with the newest checkpoints in its folder."""
+    """Return the error message for a missing checkpoint, which lists the newest ones in its folder."""
     folder = path.parent
     problem = f"Checkpoint file not found: {path}."
     if path.is_dir():

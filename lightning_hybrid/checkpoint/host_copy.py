@@ -17,7 +17,7 @@ _ALIGNED_BYTES = 64  # alignment of torch's own allocations
 
 
 def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Deep-copy an object, with each tensor replaced by `of_tensor(tensor)`.
+    """Deep-copy an object, with each tensor replaced by the result of `of_tensor(tensor)`.
 
     Tensors at any depth are replaced.
 
@@ -35,7 +35,7 @@ def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _CopiesOfTensors(TorchFunctionMode):
-    """Torch function mode in which `copy.deepcopy` calls a given function for every tensor."""
+    """Torch function mode that replaces `Tensor.__deepcopy__` by a given function."""
 
     def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _CopiesOfTensors(TorchFunctionMode):
 
 
 class HostCopies:
-    """Reusable host memory for copies of the tensors in checkpoints.
+    """Reusable host memory that holds copies of a checkpoint's tensors.
 
     Copies of CPU tensors are stored one after the other in one block. Copies of CUDA tensors are stored in a second,
     page-locked block:
@@ -71,7 +71,7 @@ class HostCopies:
         return sum(block.numel() for block in self._blocks.values())
 
     def take(self, checkpoint: Any) -> Any:
-        """Return a copy of a checkpoint in host memory, which is valid until the next call.
+        """Copy a checkpoint to host memory and return the copy, which is valid until the next call.
 
         Later training steps do not change it. All values keep their types. Tensors move to the CPU, except parameters,
         sparse and quantized tensors.
@@ -147,10 +147,7 @@ class HostCopies:
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain strided tensor with data.
-
-    Sparse and quantized tensors, subclasses and empty tensors are not.
-    """
+    """Return whether a tensor is strided, unquantized, not empty and not a subclass instance."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return False
     return not tensor.is_quantized and tensor.numel() > 0

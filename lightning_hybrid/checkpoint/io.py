@@ -30,7 +30,7 @@ else:
 
 
 class DurableCheckpointIOMixin(_Base):
-    """Checkpoint plugin with atomic, checksummed writes, which refuses to load damaged files.
+    """Checkpoint plugin that writes files atomically with checksums and rejects damaged files.
 
     A file is either complete or absent:
 
@@ -48,15 +48,15 @@ class DurableCheckpointIOMixin(_Base):
             for which it does not wait. A kill before the thread finishes leaves the previous checkpoint. False:
             training waits for the disk.
         max_in_memory: Maximum number of copied checkpoints that wait to be written (with `in_background`). A further
-            one waits until the first is written. Each checkpoint that is not yet written takes host memory of the size
-            of its tensors. One such block is kept between checkpoints, and freed at the end of fitting.
-        timeout_s: Seconds that `save` and the end of fitting wait for the thread.
+            save waits until the first of them is written. Each checkpoint that is not yet written takes host memory of
+            the size of its tensors. One such block is kept between checkpoints, and freed at the end of the run.
+        timeout_s: Seconds that a save and the end of the run wait for the thread.
         keep_previous: Whether an overwritten checkpoint is kept as `<name>.previous.ckpt`. It doubles the disk space,
             and a run can resume from it if the disk damages the newest file. The recipes set it for `resume=auto`.
             False: as in `ddp`.
         on_error: `"raise"` stops the run if writing fails, for example because the disk is full. `"warn"` continues
             with the old checkpoint and tries again at the next save. With `in_background` the error appears at the
-            next save or at the end of fitting.
+            next save or at the end of the run.
 
     Raises:
         ValueError: `max_in_memory` or `timeout_s` is not above zero, or `on_error` is unknown.
@@ -92,7 +92,7 @@ class DurableCheckpointIOMixin(_Base):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Save a checkpoint under `path`, in the background if `in_background` is set.
+        """Save a checkpoint to `path`, in a background thread if `in_background` is set.
 
         With `in_background`, the method returns once the tensors are copied.
 
@@ -125,7 +125,7 @@ class DurableCheckpointIOMixin(_Base):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Verify and load a checkpoint, after all pending checkpoints have been written.
+        """Wait for pending writes, then verify and load a checkpoint.
 
         Raises:
             FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
@@ -144,7 +144,7 @@ class DurableCheckpointIOMixin(_Base):
         return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, after all pending checkpoints have been written successfully."""
+        """Remove a checkpoint once pending writes are done, unless the latest of them failed."""
         if not _is_local(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
@@ -156,7 +156,7 @@ class DurableCheckpointIOMixin(_Base):
             remove_checkpoint(Path(path))
 
     def teardown(self) -> None:
-        """Wait until all checkpoints are written, and free the host memory.
+        """Wait until all pending checkpoints are written, and free the host memory for copies.
 
         Raises:
             CheckpointWriteError: A checkpoint was not written. While another error is being raised, it is a warning.

@@ -1,4 +1,4 @@
-"""Background thread that runs jobs in order while training continues, and stores their errors."""
+"""Background thread that runs queued jobs in order and stores their first error."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class WriterThread:
 
     @property
     def num_jobs(self) -> int:
-        """Number of jobs in progress or waiting."""
+        """Number of jobs that are running or waiting in the queue."""
         self._jobs = [job for job in self._jobs if not job.done()]
         return len(self._jobs)
 
     def take_error(self) -> BaseException | None:
-        """Return the first error since the last call, or None if there was none."""
+        """Return and clear the stored error, or return None if no job has failed."""
         error = self._error
         if error is not None:  # Otherwise the thread may store an error meanwhile.
             self._error = None

@@ -1,4 +1,4 @@
-"""User function that embeds a chunk of a batch."""
+"""Wrapper of the user's embedding function, which checks its results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_hybrid.batch_rows import BatchPart
 
 
 class Embedding:
-    """User function that embeds a chunk of a batch, with checks of its results.
+    """Wrapper of the user's function that embeds a chunk of a batch, with checks of its results.
 
     Args:
         function: Module, or method of a module.
-        chunk: Number of rows of a chunk, for errors.
+        chunk: Number of rows of a chunk, for error messages.
 
     Raises:
-        ValueError: `function` is neither.
+        ValueError: `function` is neither a module nor a method of a module.
     """
 
     def __init__(self, function: Callable[[Any], Any], chunk: int) -> None:

@@ -1,4 +1,4 @@
-"""Exchange of embeddings between the ranks of a global batch, and sums in a fixed order."""
+"""Point-to-point exchange of embeddings between ranks, and reductions in a fixed order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Value = TypeVar("Value")
 
 
 class TreeSum(Generic[Value]):
-    """Sum of a sequence over a binary tree, with at most one partial sum in memory per level.
+    """Running sum over a binary tree, with at most one partial sum per level in memory.
 
     The sum of 2^k terms is `((x0 + x1) + (x2 + x3)) + ...`. It has the same bits whether one rank
-    adds all of them, or several ranks add 2^j neighbours each and then their sums.
+    adds all terms, or several ranks each add 2^j consecutive terms and then add their partial sums.
 
     Args:
         add: Function that adds two values. It must be commutative bit for bit.
@@ -34,7 +34,7 @@ class TreeSum(Generic[Value]):
 
     @property
     def is_empty(self) -> bool:
-        """True before the first term is added."""
+        """True if no term has been added yet."""
         return not self._branches
 
     def push(self, term: Value) -> None:
@@ -55,12 +55,12 @@ class TreeSum(Generic[Value]):
 
 
 def tree_sums(count: int) -> list[TreeSum[Tensor]]:
-    """Return `count` empty tree sums of tensors."""
+    """Create `count` empty tree sums of tensors."""
     return [TreeSum[Tensor](torch.add) for _ in range(count)]
 
 
 def tree_sum(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum of tensors, added over a binary tree."""
+    """Sum tensors in the order of a binary tree."""
     tree = TreeSum[Tensor](torch.add)
     for term in terms:
         tree.push(term)
@@ -92,7 +92,10 @@ class Peers:
 
     @property
     def is_power_of_two(self) -> bool:
-        """True if the number of ranks is a power of two, so that sums have the same bits as on one rank."""
+        """True if the number of ranks is a power of two.
+
+        Sums over ranks then have the same bits as on one rank.
+        """
         return self.size & (self.size - 1) == 0
 
     def check_same(self, sizes: Sequence[int], *, device: torch.device) -> None:
@@ -119,7 +122,7 @@ class Peers:
         )
 
     def rounds(self, tensors: Sequence[Tensor]) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:
-        """Yield the tensors of each rank, with a flag that is True for this rank's own.
+        """Yield every rank's tensors in turn, with a flag that is True for this rank's own tensors.
 
         This rank's tensors come first. The next round is in transit while the current one is
         processed. A rank sends (size - 1) times the bytes of `tensors`. The yielded tensors are
@@ -158,9 +161,9 @@ class Peers:
         return dist.batch_isend_irecv(operations)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over ranks, with the same bits on all of them.
+        """Return the sum of a tensor over all ranks, bit-identical on every rank.
 
-        On 2^k ranks it is added over the tree of `TreeSum`.
+        On 2^k ranks, the order of additions is that of `TreeSum`.
 
         Collective: every rank must call it, in the same order.
         """

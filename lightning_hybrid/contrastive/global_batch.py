@@ -24,7 +24,7 @@ class GlobalBatch(nn.Module):
         loss = loss(*z)             over the pairs of all ranks
         backward                    dloss/dz, then each chunk once more: d(embed(chunk) . dloss/dz) / dw
 
-    The gradients are those of one batch, for about the time of a second forward. The second pass of
+    The gradients equal those of one large batch, at the cost of about one more forward. The second pass of
     a chunk repeats the first exactly. It uses the same:
 
     * parameters and buffers, so that running statistics are updated once;
@@ -64,7 +64,7 @@ class GlobalBatch(nn.Module):
         self._num_steps = 0
 
     def forward(self, embed: Callable[[Any], Any], batch: Any) -> Tensor:
-        """Return the loss of the batch.
+        """Embed the batch chunk by chunk, and return the contrastive loss.
 
         Args:
             embed: Module, or method of a module, whose parameters receive the gradients. It takes a chunk of the

@@ -36,7 +36,7 @@ _LARGEST_SCALE = 100.0
 
 
 class PairLoss(nn.Module):
-    """Base class of losses on two views, where row i of one view and row i of the other are a pair.
+    """Base class of losses on two views, in which equal row indices form matching pairs.
 
     The views have shape `"pairs features"`. Every rank must call the loss, with the same number of
     pairs. It is computed in fp32, or in fp64 if the first view is fp64, also under `torch.autocast`
@@ -66,7 +66,7 @@ class PairLoss(nn.Module):
         return self.__dict__ | {"_peers": None}  # a process group belongs to this run
 
     def peers(self) -> Peers:
-        """Return the ranks of the current run.
+        """Return the ranks that take part in the loss, with their process group.
 
         Collective in its first call of a run: every rank must call it, in the same order.
         """
@@ -96,7 +96,7 @@ class PairLoss(nn.Module):
             return self.loss_of_views(a.to(dtype), b.to(dtype))
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the loss of two views that already have the dtype of the computation.
+        """Return the loss of two views that are already in fp32 or fp64.
 
         Collective: every rank must call it, in the same order.
         """
@@ -144,7 +144,7 @@ class InfoNCE(PairLoss):
         self.both_views = both_views
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the InfoNCE loss of two views that already have the dtype of the computation.
+        """Return the InfoNCE loss of two views that are already in fp32 or fp64.
 
         Collective: every rank must call it, in the same order.
         """
@@ -158,7 +158,7 @@ class InfoNCE(PairLoss):
 
 
 class SigLIP(PairLoss):
-    """Sigmoid loss over all N x N pairs of the global batch, which classifies matching pairs.
+    """SigLIP loss, which classifies each of the N x N pairs of the global batch as matching or not.
 
         l_ij = exp(logit_scale) a_i . b_j + logit_bias;  y_ij = 1 for i = j, else -1
         loss = sum_ij log(1 + exp(-y_ij l_ij)) / N
@@ -175,7 +175,7 @@ class SigLIP(PairLoss):
         self.logit_bias = nn.Parameter(torch.tensor(-10.0))
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the SigLIP loss of two views that already have the dtype of the computation.
+        """Return the SigLIP loss of two views that are already in fp32 or fp64.
 
         Collective: every rank must call it, in the same order.
         """
@@ -212,7 +212,7 @@ class BarlowTwins(PairLoss):
         self.eps = eps
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the Barlow Twins loss of two views that already have the dtype of the computation.
+        """Return the Barlow Twins loss of two views that are already in fp32 or fp64.
 
         Collective: every rank must call it, in the same order.
         """

@@ -50,7 +50,7 @@ class ModuleContents:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleContents:
-        """Find the modules and generators that a module can reach."""
+        """Find the modules and random number generators that a module can reach through attributes."""
         contents = cls([], [])
         seen: set[int] = set()
         stack: list[tuple[Any, int]] = [(module, 0)]
@@ -103,7 +103,7 @@ def _neighbours(value: Any, depth: int) -> list[Any]:
 
 
 class RandomStreams:
-    """Random number generators from which a module's code is likely to draw, with their states.
+    """Random number generators that a module's code may use, whose states can be saved and restored.
 
     Args:
         contents: Modules and generators that the module can reach.
@@ -118,7 +118,7 @@ class RandomStreams:
         self._streams = global_streams + contents.streams
 
     def states(self) -> list[Any]:
-        """Return the current state of each generator."""
+        """Return the current state of each random number generator."""
         states = []
         for stream in self._streams:
             if isinstance(stream, np.random.BitGenerator):
@@ -129,7 +129,7 @@ class RandomStreams:
 
     @contextmanager
     def at(self, states: list[Any]) -> Iterator[None]:
-        """Set generators to earlier states within the context, and restore the current states afterwards."""
+        """Set the generators to earlier states within the context, and restore the current states on exit."""
         current_states = self.states()
         self._restore(states)
         try:

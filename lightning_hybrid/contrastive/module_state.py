@@ -1,8 +1,8 @@
 """State on which a module's output depends, captured so that a forward can be repeated exactly.
 
-Buffers           running statistics, queues, vectors of spectral norm Parameters        trained
-ones, which are replaced by separate leaves, and frozen ones Environment       autocast, modes,
-default dtype, training or evaluation
+* `Buffers`: running statistics, queues, vectors of spectral norm.
+    * `Parameters`: trained ones, which are swapped for separate leaves, and frozen ones.
+    * `Environment`: autocast, function modes, default dtype, training or evaluation mode.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _is_equal(first: Tensor, second: Tensor) -> bool:
 
 
 class ParameterValue:
-    """Parameter with its value at the time when this object is created.
+    """Parameter with the value that it had when this object was created.
 
     Args:
         name: Name of the parameter for errors.
@@ -111,7 +111,7 @@ class ParameterValue:
         self._may_be_written = getattr(module, "max_norm", None) is not None
 
     def take_fingerprint(self) -> None:
-        """Record a fingerprint of the value for `is_written`.
+        """Record a checksum of the value, with which `is_written` detects in-place changes.
 
         The fingerprint detects writes that torch's version counter misses, such as
         `parameter.data.mul_(0.99)`.
@@ -129,11 +129,11 @@ class ParameterValue:
         )
 
     def is_replaced(self) -> bool:
-        """Return whether the module now holds another parameter object."""
+        """Return whether the module now holds a different parameter object under the same name."""
         return self._module._parameters.get(self._attribute) is not self.parameter
 
     def is_moved(self) -> bool:
-        """Return whether the parameter has other memory now, as after `parameter.data = ...`."""
+        """Return whether the parameter's memory was replaced, for example by `parameter.data = ...`."""
         return self.parameter.data_ptr() != self.value.data_ptr()
 
 
@@ -145,7 +145,7 @@ def _fingerprint(value: Tensor) -> Tensor:
 
 
 class Parameters:
-    """Parameters of modules, with their values at the time when this object is created.
+    """Parameters of modules, with the values that they had when this object was created.
 
     Args:
         root: Module whose parameter names are used in errors.
@@ -190,13 +190,13 @@ class Parameters:
 
     @contextmanager
     def as_leaves(self) -> Iterator[None]:
-        """Replace parameters by leaves with the earlier values and without hooks within the context.
+        """Swap parameters for leaf tensors with the earlier values and without hooks within the context.
 
-        Each parameter object points to another C++ tensor meanwhile, with its own gradient. Thus
-        every reference to it is covered, including those in lists and in `torch.nn.LSTM`. Hooks of
+        Within the context, each parameter object points to another C++ tensor with its own gradient. Thus
+        every reference to the parameter is covered, including those in lists and in `torch.nn.LSTM`. Hooks of
         the user and of DistributedDataParallel belong to the original tensor and do not run.
         """
-        torch.clear_autocast_cache()  # its references would prevent an exchange
+        torch.clear_autocast_cache()  # its references would prevent the swap
         exchanged: list[tuple[Tensor, Tensor]] = []
         try:
             for value in self._values.values():
@@ -229,7 +229,7 @@ def _refuse_special_tensor(name: str, module: nn.Module, parameter: Tensor) -> N
 
 
 class Environment:
-    """Modes and dtypes under which modules run at the time when this object is created."""
+    """Snapshot of autocast settings, function modes, default dtype and training modes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._is_training = [(module, module.training) for module in modules]

@@ -20,14 +20,14 @@ from lightning_hybrid.contrastive.exchange import Peers, TreeSum, tree_sum, tree
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which matrix products on a device use the dtype of their operands."""
+    """Return a context in which autocast is disabled for a device."""
     return torch.autocast(device.type, enabled=False)
 
 
 def refuse_second_derivatives(name: str) -> None:
     """Raise if a backward runs with `create_graph=True`.
 
-    torch would treat parts of such a backward as constants.
+    torch would treat some intermediate results of that backward as constants.
 
     Raises:
         RuntimeError: The backward runs with `create_graph=True`.
@@ -39,7 +39,7 @@ def refuse_second_derivatives(name: str) -> None:
 
 
 def _in_full_precision(backward: Callable[..., Any]) -> Any:
-    """Decorate a `backward` to run without autocast, and to refuse second derivatives.
+    """Decorate a backward function to run without autocast and to raise for second derivatives.
 
     User code may call backward under autocast.
     """
@@ -91,7 +91,7 @@ def _correct_diagonal_(slope: Tensor, *, is_same_view: bool) -> None:
 
 
 class InfoNCEOfBlocks(torch.autograd.Function):
-    """InfoNCE loss and its gradients, given normalised views and the inverse temperature."""
+    """Autograd function of the InfoNCE loss, given normalised views and the inverse temperature."""
 
     @staticmethod
     def forward(
@@ -178,7 +178,7 @@ class InfoNCEOfBlocks(torch.autograd.Function):
 
 
 class SigLIPOfBlocks(torch.autograd.Function):
-    """SigLIP loss and its gradients, given normalised views, scale and bias."""
+    """Autograd function of the SigLIP loss, given normalised views, scale and bias."""
 
     @staticmethod
     def forward(
@@ -239,7 +239,7 @@ class SigLIPOfBlocks(torch.autograd.Function):
 
 
 class Standardised(torch.autograd.Function):
-    """Standardisation of each column over the rows of all ranks.
+    """Autograd function that standardises each column over the rows of all ranks.
 
     The result is `(x - mean) / sqrt(variance + eps)`.
     """
@@ -280,7 +280,7 @@ class Standardised(torch.autograd.Function):
 
 
 class Correlation(torch.autograd.Function):
-    """Cross-correlation matrix of two views over the rows of all ranks.
+    """Autograd function of the cross-correlation matrix of two views over the rows of all ranks.
 
     The result is `a^T b / N` for N rows of all ranks.
     """

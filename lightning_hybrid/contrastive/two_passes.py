@@ -2,9 +2,8 @@
 
 The second pass repeats the first one exactly.
 
-forward     chunk -> embeddings; the state at its start is kept, activations are freed backward
-chunk, gradients of its embeddings -> embeddings again -> gradients of parameters, summed over
-chunks
+    forward     chunk -> embeddings; the state at its start is kept, and activations are freed
+    backward    chunk, gradients of its embeddings -> embeddings again -> gradients of parameters, summed over chunks
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class _FirstPass:
-    """Chunk of a batch, with the state at the start of its first pass and its embeddings."""
+    """Result of a chunk's first pass, with the random states and buffers at its start."""
 
     part: BatchPart
     random_states: list[Any]
@@ -89,7 +88,7 @@ class TwoPasses:
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def embed_all(self, parts: Sequence[BatchPart]) -> tuple[Tensor, ...]:
-        """Return the embeddings of all chunks, without gradients.
+        """Return the embeddings of all chunks, detached from the autograd graph.
 
         Raises:
             ValueError: `embed` cannot run twice, or leaves parameters without a gradient.
@@ -178,9 +177,9 @@ class TwoPasses:
         return [None if total.is_empty else total.total() for total in sums]
 
     def _backward_of_part(self, first: _FirstPass, grads: Sequence[Tensor | None]) -> Tensor:
-        """Run forward and backward of a chunk, and return the distance from its first embeddings.
+        """Repeat a chunk's forward, run its backward, and return the deviation of its embeddings.
 
-        The gradients are added to the parameters.
+        The deviation is relative to the embeddings of the first pass. The gradients are added to the parameters.
         """
         with torch.enable_grad(), self._environment.of_forward():
             embeddings = self._embedding.of(first.part)
@@ -226,7 +225,7 @@ class TwoPasses:
 
 
 def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
-    """Return the largest distance between tensors, relative to their norm."""
+    """Return the largest relative distance between corresponding tensors of two sequences."""
     largest = torch.zeros((), dtype=torch.float64, device=first[0].device)
     for after, before in zip(second, first, strict=True):
         if not before.is_floating_point():
@@ -242,7 +241,7 @@ def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
 
 
 def _leaves_of_graph(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the graph leaves on which tensors depend, except those within reentrant checkpoints."""
+    """Yield the autograd leaves on which tensors depend, except those inside reentrant checkpoints."""
     stack = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(stack)
     while stack:

@@ -6,7 +6,7 @@ batches of a step.
 optimizer_step      runs the closure again in a new view until all gradients are averaged, and then updates the weights
 attempt             forward and backward of this rank's shards -> all-reduce -> buffers of rank zero, logged values
 view ends           every wait in its process groups ends, hosts form a new view, and ranks that are behind receive the
-                    state (views.py)
+                    state (host_changes.py)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 
 class _StepReceived(Exception):  # noqa: N818  no error
-    """Control-flow exception raised when this rank has received a step that other ranks completed."""
+    """Control-flow exception raised when this rank has received a step's result from other ranks."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -42,16 +42,16 @@ class _StepReceived(Exception):  # noqa: N818  no error
 
 
 class _HostsStop(Exception):  # noqa: N818  no error
-    """Control-flow exception raised when all hosts stop before this step because one of them does."""
+    """Control-flow exception raised when all hosts end training before this step, as one of them stops."""
 
 
 class ElasticFit:
-    """Step logic and state of one elastic `fit` call on one rank.
+    """Controller of elastic training on one rank during one `Trainer.fit` call.
 
     Args:
         options: Validated options of the user.
         strategy: Strategy that runs one shard. Its methods call the methods of this class.
-        comm: Communication of the strategy. Its `topology` is that of `max_hosts` hosts, with this host as the first.
+        comm: Communication of the strategy. Its `topology` describes `max_hosts` hosts, with this host as the first.
         failures: Record of failures, whose `ended_by` is the error that ends the run.
         timeout: Maximum duration of every wait for other ranks.
     """
@@ -89,7 +89,7 @@ class ElasticFit:
         # Set while a step is attempted.
         self._logs: StepLogs | None = None
         self._optimizer_description = ""
-        # In the trainer's callbacks while a fit runs.
+        # Callback that the trainer holds while `fit` runs.
         self._stop_callback: Any = None
 
     # ---- queries and hooks of the strategy ---------------------------------------------------------------------------
@@ -97,11 +97,11 @@ class ElasticFit:
     def hook(
         self, average: Callable[[HookState, Any], Future[Tensor]]
     ) -> Callable[[HookState, Any], Future[Tensor]]:
-        """Return a DDP communication hook that keeps the local bucket when a collective fails.
+        """Return a DDP communication hook that falls back to local gradients when a collective fails.
 
-        The hook calls `average`. It returns the local bucket if the membership view has ended, and in the first step of
-        a view, whose gradients `after_backward` averages. It does not raise when a collective fails, because an error
-        would leave DDP's reducer unusable.
+        The hook calls `average`. It returns the local bucket if the membership view has ended, and also in the first
+        step of a view, in which `after_backward` averages the gradients. It does not raise when a collective fails,
+        because an error would leave DDP's reducer unusable.
         """
         self._average = average
 
@@ -119,7 +119,7 @@ class ElasticFit:
         return average_or_keep
 
     def _average_or_local(self, buffer: Tensor, future: Future[Tensor]) -> Tensor:
-        """Return the averaged bucket, or the local bucket if its all-reduce failed."""
+        """Return the averaged gradients of a bucket, or the local ones if the all-reduce failed."""
         try:
             return future.value()
         except RuntimeError as error:
@@ -140,14 +140,14 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """True before the hosts have met, when newly created loaders are training loaders.
+        """True while newly created data loaders are training loaders, which is until hosts connect.
 
         Loaders that are created later belong to callbacks.
         """
         return self._views is None
 
     def status(self) -> dict[str, Any]:
-        """Return the `RunStatus` fields that describe all hosts, while the trainer knows this host only."""
+        """Return the `RunStatus` fields that cover all hosts instead of only this one."""
         if self._views is None:
             num_ranks = len(self._comm.topology.node)
         else:
@@ -159,9 +159,9 @@ class ElasticFit:
         }
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Store a description of the user's optimizers before a checkpoint changes them.
+        """Store a description of the optimizers as configured, before a checkpoint changes them.
 
-        Hosts compare the descriptions when they meet.
+        Hosts compare the descriptions before they train together.
         """
         self._optimizer_description = description_of_optimizers(optimizers)
 
@@ -172,7 +172,7 @@ class ElasticFit:
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts that currently train together, or 0 before they have met."""
+        """Number of hosts that currently train together, or 0 before hosts have connected."""
         if self._views is None:
             return 0
         return self._views.topology.num_nodes
@@ -194,7 +194,7 @@ class ElasticFit:
     # ---- calls from the strategy's methods ---------------------------------------------------------------------------
 
     def meet_hosts(self) -> None:
-        """Form a run with the other hosts, or join theirs, right before the training loop.
+        """Start a run with the other hosts, or join their run, right before the training loop.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -204,7 +204,7 @@ class ElasticFit:
         ]
         self._prepare_step(parameters)
 
-        # Loaders are set up now, because hosts compare their data before they train together.
+        # Loaders are set up here, because hosts compare their data before they train together.
         trainer.fit_loop.setup_data()
         self._refuse_several_loaders()
 
@@ -216,7 +216,7 @@ class ElasticFit:
             logs=self._epoch_logs,
             token=self._token(parameters),
         )
-        # It comes first, before callbacks that exchange weights at the end of training.
+        # It is the first callback, before those that swap weights at the end of training.
         self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
         trainer.callbacks.insert(0, self._stop_callback)
 
@@ -225,7 +225,7 @@ class ElasticFit:
         self._strategy._loaders.seed = self._views.seed
 
     def _prepare_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Allocate the gradient buckets, buffer copies and logs that all steps use."""
+        """Create the gradient buckets, the copies of module buffers and the logs of the epoch."""
         window = self._strategy.run_status.window
         opened = nullcontext()
         if window is not None:
@@ -241,7 +241,7 @@ class ElasticFit:
         """Stop all hosts after the same step if this host stops early.
 
         Hosts decide on early stopping from their logged values or their own clocks, and may differ. The host that stops
-        first ends the view, and the others learn of it when they enter the next view. No step needs a vote.
+        first ends the view, and the other hosts learn of the stop when they enter the next view. No step needs a vote.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -254,7 +254,7 @@ class ElasticFit:
             views.stop(self._use_view)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Gather a value from the ranks of all present hosts, or return None if the hosts change.
+        """Gather a value from all ranks of all hosts, or return None if the set of hosts changes.
 
         Collective: every rank of the view must call it, in the same order. See `Views.gather`.
         """
@@ -263,10 +263,10 @@ class ElasticFit:
         return self._views.gather(value)
 
     def _refuse_several_loaders(self) -> None:
-        """Raise if there are several training loaders.
+        """Raise if the trainer has more than one training data loader.
 
         Raises:
-            ValueError: There are several training loaders.
+            ValueError: The trainer has several training data loaders.
         """
         combined = self._module.trainer.fit_loop._combined_loader
         num_loaders = 0
@@ -280,9 +280,9 @@ class ElasticFit:
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return a description of the run's settings that must be equal on all hosts.
+        """Return a text with the settings of the run, which must be equal on all hosts.
 
-        A host with another token is refused before it can interrupt the collectives of the others.
+        A host with another token is refused before it can interrupt the collectives of the other hosts.
         """
         trainer = self._module.trainer
         shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
@@ -305,10 +305,10 @@ class ElasticFit:
     def optimizer_step(
         self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
     ) -> Any:
-        """Make one optimizer step, and repeat its closure until all gradients are averaged.
+        """Run one optimizer step, repeating its closure until all gradients are averaged.
 
         Args:
-            step: Function that makes the optimizer's step with the closure passed to it.
+            step: Function that runs the optimizer's step with the closure passed to it.
             closure: Lightning's closure, which runs forward and backward of one shard.
         """
         views = self._views
@@ -413,7 +413,7 @@ class ElasticFit:
                         outputs = outputs_of_attempt
                     run_first_shard = self._run_first_shard
 
-                # Ranks vote even without an attempt, because others on this host may not know yet that the view ended.
+                # Ranks vote even without an attempt, because another rank may not know yet that the view has ended.
                 if self._is_whole(views):
                     return outputs
 
@@ -432,10 +432,10 @@ class ElasticFit:
         )
 
     def _is_whole(self, views: Views) -> bool:
-        """Return whether every rank of this host has all averaged gradients.
+        """Return whether all ranks of this host have received all averaged gradients.
 
-        All ranks of a host make a step, or none does. Lightning synchronizes them before the next batch, and with
-        `shard_update` each rank updates its own parameter shard. Other hosts are not asked.
+        Either all ranks of a host make a step, or none does. Lightning synchronizes them before the next batch, and
+        with `shard_update` each rank updates its own parameter shard. Other hosts do not take part in the vote.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -444,16 +444,16 @@ class ElasticFit:
         )
 
     def _attempt(self, views: Views, run_first_shard: Callable[[], Any], logs: StepLogs) -> Any:
-        """Run forward and backward on this rank's data shards, then share buffers and logged values.
+        """Run forward and backward on this rank's data shards, then synchronize buffers and logged values.
 
-        Nothing is shared if the membership view has ended.
+        Nothing is synchronized if the membership view has ended.
         """
         model = self._strategy.model
         shards = self._shards
         model.require_backward_grad_sync = len(shards) == 1
         coder = self._comm.engine.coder
         if coder is not None:
-            # A failed attempt has drawn rounding noise, too.
+            # A failed attempt has consumed random numbers for rounding, too.
             coder.turn = 0
 
         # The first batch is read before the shard's seed is set, because a loader may draw numbers as it starts.
@@ -472,7 +472,7 @@ class ElasticFit:
             self._run(batch)
             logs.end_shard()
 
-        # Between two steps, all ranks draw the same random numbers.
+        # All ranks draw the same random numbers between two steps.
         self._seed_for(views, self._num_shards)
         model.require_backward_grad_sync = True
         # Buffers have seen one shard, as on a rank under `ddp`.
@@ -487,17 +487,18 @@ class ElasticFit:
         return outputs
 
     def _seed_for(self, views: Views, shard: int) -> None:
-        """Seed all random generators for a data shard of the current step."""
+        """Seed all random number generators for a data shard of the current step."""
         seed_streams(views.seed % 2**64, views.committed, shard)
         if self._strategy.root_device.type == "cuda":
             # The GPU gets the seed that was just set on the CPU.
             torch.cuda.manual_seed(torch.initial_seed())
 
     def after_backward(self) -> None:
-        """Average gradients outside DDP after the last backward of a membership view's first step.
+        """Average gradients outside of DDP, after the last backward of the first step in a membership view.
 
-        The gradients are copied into the buckets of `flat_buckets`. In half precision they are in half precision and
-        still scaled, as in DDP's buckets. The averages are unscaled and checked for inf later.
+        The gradients are copied into the buckets of `flat_buckets`. In half-precision training they have half precision
+        and are still multiplied by the loss scale, as in DDP's buckets. The averages are unscaled and checked for inf
+        later.
 
         Collective in the first step of a view: every rank of the view must call it, in the same order.
         """
@@ -518,7 +519,7 @@ class ElasticFit:
             views.note(error)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
-        """Broadcast rank zero's buffers, sum logged values over all hosts, and wait for the gradients.
+        """Broadcast rank zero's buffers, sum logged values over all hosts, and wait for averaged gradients.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -567,7 +568,7 @@ class ElasticFit:
 
 
 def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
-    """Return a callback that calls a function at the end of training.
+    """Return a Lightning callback that calls a given function at the end of training.
 
     The callback's class comes from the same Lightning package as the trainer.
     """
@@ -590,7 +591,7 @@ def _has_reached_its_end(trainer: Any) -> bool:
 
 
 def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
-    """Describe optimizers by class, learning rates and a hash of their options."""
+    """Return a text that names the class, learning rates and an options hash of each optimizer."""
     texts = []
     for optimizer in optimizers:
         options = []
@@ -610,7 +611,7 @@ def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _text_of_option(value: Any) -> str:
-    """Return a text for an option's value that is the same on every host.
+    """Return an option's value as text that does not vary between hosts.
 
     Objects are named by type, because their own text may contain a memory address.
     """
@@ -624,7 +625,7 @@ def _text_of_option(value: Any) -> str:
 
 
 def _completed_future(value: Tensor) -> Future[Tensor]:
-    """Return a completed future that holds a value."""
+    """Return a completed future with a tensor as its value."""
     future: Future[Tensor]
     if value.is_cuda:
         future = Future(devices=[value.device])

@@ -1,7 +1,7 @@
 """Flat tensors that hold the gradients or the buffers of a module.
 
-The buckets depend on the parameters only, and serve for the first all-reduce of a membership view. DDP rebuilds its own
-buckets after its first backward. A rank that joins has not run a backward yet, so its DDP buckets would differ from
+The buckets depend on the parameters only. They are used for the first all-reduce of a membership view. DDP rebuilds its
+own buckets after its first backward. A rank that joins has not run a backward yet, so its DDP buckets would differ from
 those of the other ranks.
 """
 
@@ -64,7 +64,7 @@ class FlatBucket:
 
 
 class BufferCopy:
-    """Copy of a module's buffers of any dtype in one flat tensor of bytes.
+    """Copy of all buffers of a module, of any dtype, in one flat tensor of bytes.
 
     A new tensor is allocated if shapes or dtypes of the buffers change.
     """
@@ -88,7 +88,7 @@ class BufferCopy:
             _copy(self._views, to=buffers)
 
     def share(self, broadcast: Callable[[Tensor], None], *, is_source: bool) -> None:
-        """Broadcast the source rank's buffers into the buffers of all ranks.
+        """Broadcast the source rank's module buffers to all ranks, in place.
 
         Collective if the module has buffers: every rank must call it, in the same order.
         """
@@ -122,7 +122,7 @@ def _copy(tensors: list[Tensor], *, to: list[Tensor]) -> None:
 
 
 def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[FlatBucket]:
-    """Group parameters in reverse order into buckets of one dtype and at most `bucket_bytes`.
+    """Group parameters in reverse order into buckets of one dtype and at most `bucket_bytes` bytes.
 
     A larger parameter has a bucket of its own.
     """

@@ -1,4 +1,4 @@
-"""Logger output of an elastic run, which only the current first rank of all hosts writes."""
+"""Logger output of an elastic run, which only the current global rank zero writes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save")
 
 
 class HeldLoggers:
-    """Wrapper of the trainer's loggers that delays their output until hosts have met.
+    """Wrapper of the trainer's loggers that delays their output until the hosts have connected.
 
     Without the delay, a host that joins would open the W&B run of the first host. If the first host is lost, the next
-    first rank writes the rows of the last step and of the last `KEEP_S` seconds again.
+    global rank zero writes the rows of the last step and of the last `KEEP_S` seconds again.
 
     Args:
         loggers: Loggers of the trainer, before Lightning opens them.
@@ -52,7 +52,7 @@ class HeldLoggers:
         self._is_closed = True
 
     def let_lightning_open(self) -> None:
-        """Restore this process's rank for `rank_zero_only`, which was changed to keep loggers closed.
+        """Restore the rank used by `rank_zero_only`, which was raised to keep the loggers closed.
 
         The strategy calls this at Lightning's first barrier, which comes after the code that opens loggers.
         """
@@ -73,10 +73,10 @@ class HeldLoggers:
             call()
 
     def meet(self, *, is_first: bool) -> None:
-        """Record that hosts have met, and whether this rank now writes the logs.
+        """Record that a new membership view has begun, and whether this rank is its rank zero.
 
-        At the first meeting, the first rank writes what was held until then. A rank that becomes first later does so
-        after its next step.
+        In the first view, rank zero immediately writes all output that was delayed until then. A rank that becomes rank
+        zero later does so after its next step.
         """
         self._is_due |= is_first and not self._is_first
         self._was_another_first |= not is_first
@@ -86,7 +86,7 @@ class HeldLoggers:
             self.after_step()
 
     def after_step(self) -> None:
-        """Write all held log entries if this rank has become the first, and drop old rows.
+        """Write all delayed log entries if this rank has become rank zero, and drop old entries.
 
         Writing opens the loggers. Other ranks wait for this between two steps, and not within a step.
         """
@@ -109,7 +109,7 @@ class HeldLoggers:
 
 
 def keep_rows_of_csv(logger: Any) -> None:
-    """Open a `CSVLogger` so that it keeps the rows that another host has written.
+    """Open a `CSVLogger` without deleting the rows that another host has written.
 
     Lightning's logger deletes an existing file when it opens. Other loggers, remote files and missing files are left
     alone.

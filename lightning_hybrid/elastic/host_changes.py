@@ -1,4 +1,4 @@
-"""Membership views of an elastic fit, with their process groups and the transfer of training state."""
+"""Changes of hosts in an elastic run, with new process groups and the transfer of training state."""
 
 from __future__ import annotations
 
@@ -44,24 +44,25 @@ MOST_VIEWS = 20
 
 
 class Views:
-    """Membership of one rank in an elastic run, with the process groups of the current view.
+    """Membership of one rank in an elastic run, with the process groups of the current membership view.
 
     A membership view is the list of hosts that train together at one time.
 
     Args:
         option: Validated options of the user.
-        strategy: Strategy with the module, optimizers and precision whose state a rank that is behind receives.
+        strategy: Strategy that holds the module, optimizers and precision plugin. Their state is sent to ranks that are
+            behind.
         engine: Engine of the all-reduce over the current view.
         timeout: Maximum duration of every wait for other ranks.
-        logs: Logged values of the epoch, which a host that is behind receives, too.
+        logs: Logged values of the epoch, which are sent to hosts that are behind, too.
         token: Description of the run's settings that must be equal on all hosts.
 
     Attributes:
         ended: Reason why the current view has ended, empty until then.
         may_cut: Whether the end of the view interrupts collectives at once.
         committed: Number of optimizer steps that this rank has made or received.
-        wants_stop: Whether this host ends its fit early (`trainer.should_stop`).
-        stops: Whether a host of the current view ends its fit early. All hosts then end after the same step.
+        wants_stop: Whether this host ends training early (`trainer.should_stop`).
+        stops: Whether a host of the current view ends training early. All hosts then end after the same step.
     """
 
     def __init__(
@@ -119,14 +120,14 @@ class Views:
     # ---- from one view to the next -----------------------------------------------------------------------------------
 
     def enter(self, on_view: Callable[[Topology], None]) -> None:
-        """Form a run with the other hosts, or join theirs, right before the training loop.
+        """Start a run with the other hosts, or join their run, right before the training loop.
 
         Collective: every rank of this host must call it, in the same order.
         """
         self._meet(self._membership.enter, on_view, is_in_step=False)
 
     def change(self, on_view: Callable[[Topology], None]) -> bool:
-        """Enter the next membership view within a step, after the set of hosts has changed.
+        """Leave the current membership view, and enter the next one within the current step.
 
         Return whether this rank received the step's result from other ranks.
 
@@ -177,7 +178,7 @@ class Views:
         ) from self.cause
 
     def _begin_view_change(self) -> None:
-        """Reset the state of the previous membership view, and allow interruption of the next one."""
+        """Clear the state of the previous membership view, and let the next one be interrupted."""
         with self._lock:
             self._left = -1
             if self.groups:
@@ -197,7 +198,7 @@ class Views:
         self._has_made_step = not is_taken
 
     def stop(self, on_view: Callable[[Topology], None]) -> None:
-        """Stop training on all hosts after the latest step of this host.
+        """Stop training on all hosts after the step that this host has just completed.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -205,11 +206,11 @@ class Views:
         self.change(on_view)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Gather a value from the ranks of all present hosts, or return None if the hosts change.
+        """Gather a value from all ranks of all hosts, or return None if the set of hosts changes.
 
-        Use it only for comparisons after a step, because one rank may get the values while another gets None. It
-        returns None after a step that this rank received from other ranks, which have compared their values in the
-        previous view.
+        Use it only for comparisons after a step, because one rank may get the values while another gets None. It also
+        returns None if this rank received the step's result from other ranks. Those ranks have already compared their
+        values in the previous view.
 
         Collective: every rank of the view must call it after the same step, in the same order.
         """
@@ -230,17 +231,17 @@ class Views:
         return values
 
     def _warn_of_wait(self, waited_s: float, awaited: str) -> None:
-        """Log a warning about a long wait on the host that waits.
+        """Log a warning that this host has waited long for the next membership view.
 
-        It is not left to the host that writes logs, because that host may not wait.
+        Each waiting host logs the warning itself, because global rank zero may not be waiting.
         """
         if self.topology.local_rank == 0:
             log.warning("elastic: waited for %.0f s: %s", waited_s, awaited)
 
     def _warn_of_ended_hosts(self, view: View) -> None:
-        """Warn about hosts that have ended their fits without an error while this host continues.
+        """Warn about hosts that have ended training without an error while this host continues.
 
-        Their stop criteria differ from those of this host.
+        The stop criteria of these hosts differ from those of this host.
         """
         hosts_before = self._hosts_before
         self._hosts_before = view.hosts
@@ -260,7 +261,7 @@ class Views:
             )
 
     def _enter(self, view: View) -> None:
-        """Open the process groups of a membership view, and set the rank of this process in it.
+        """Create the process groups of a membership view, and adopt this process's rank in that view.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -290,7 +291,7 @@ class Views:
         vars(rank_zero_only)["rank"] = rank
 
     def _open_store(self) -> str:
-        """Open a TCP store for the next membership view, and return its "ip:port"."""
+        """Start a `TCPStore` server for the next membership view, and return its "ip:port"."""
         ip = self._membership.me.address.rpartition(":")[0]
         # torch's own listener would listen on all addresses.
         listener = socket.create_server((ip, 0))
@@ -308,7 +309,7 @@ class Views:
     def _on_change(self, number: int, reason: str) -> None:
         """Record the end of a membership view, and interrupt its collectives if that is allowed.
 
-        The membership calls this in a thread of its own, possibly late.
+        The membership calls this method in a separate thread, possibly late.
         """
         with self._lock:
             if number <= self._left:
@@ -321,7 +322,7 @@ class Views:
             self._cut(groups)
 
     def note(self, error: BaseException) -> None:
-        """Record the failure of a collective caused by other ranks, and raise any other error again."""
+        """Record an error of a collective that other ranks have caused, but re-raise any other error."""
         if isinstance(error.__cause__ or error, OrderError) or not _is_of_other_ranks(error):
             raise error
         with self._lock:
@@ -329,23 +330,23 @@ class Views:
             self.cause = self.cause or error
 
     def begin(self) -> bool:
-        """Allow interruption of collectives, and return False if the membership view has ended."""
+        """Allow the interruption of collectives, and return whether the membership view is still active."""
         # Without the lock the view could end in between, and nothing would interrupt its collectives.
         with self._lock:
             self.may_cut = not self.ended
             return self.may_cut
 
     def hold(self) -> bool:
-        """Forbid interruption of collectives, and return False if the membership view has ended.
+        """Forbid the interruption of collectives, and return whether the membership view is still active.
 
-        It protects the weight update.
+        This protects the weight update.
         """
         with self._lock:
             self.may_cut = False
             return not self.ended
 
     def agrees(self, has_succeeded: bool, reason: str) -> bool:
-        """Return whether all ranks of this host have succeeded, and end the membership view if not.
+        """Return whether all ranks of this host have succeeded, and end the membership view otherwise.
 
         Args:
             has_succeeded: Vote of this rank.
@@ -366,13 +367,13 @@ class Views:
         return have_all_succeeded
 
     def _cut(self, groups: ViewGroups | None) -> None:
-        """Interrupt running collectives of the engine and of these process groups."""
+        """Interrupt all running collectives of the all-reduce engine and of the given process groups."""
         self._engine.cut(f"comm: {self.ended}")
         if groups is not None:
             groups.cut()
 
     def close(self) -> None:
-        """End all collectives of the current membership view, and destroy its process groups.
+        """Interrupt all collectives of the current membership view, and destroy its process groups.
 
         Raises:
             RuntimeError: On CUDA, a collective did not end and could still write gradients.
@@ -391,7 +392,7 @@ class Views:
         self.groups.destroy()
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the elastic run, and say goodbye to the other hosts if no error occurred.
+        """Leave the elastic run, and notify the other hosts if no error occurred.
 
         After an error, the other hosts treat this host as lost.
         """
@@ -407,8 +408,8 @@ class Views:
     def _share_state(self, view: View, *, is_in_step: bool) -> bool:
         """Send the training state to ranks that are behind, and return whether this rank received it.
 
-        In the first view of a run all hosts receive the state of the first host: no rank counts as behind in it. In
-        later views, a host that joins is behind.
+        In the first view of a run, all other hosts receive the state of the first host, although no rank counts as
+        behind. In later views, a host that joins counts as behind.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -425,7 +426,7 @@ class Views:
         self._has_state = not joins
         data = b""
         if me.host == source.host and me.id not in behind:
-            # All ranks of the source's host take part, because with `shard_update` each has a shard of the state.
+            # All ranks of the source's host participate, because with `shard_update` each has a shard of the state.
             trainer = self._strategy.lightning_module.trainer
             checkpoint = trainer._checkpoint_connector.dump_checkpoint()
             self._strategy._loaders.save(checkpoint, is_alone=True)
@@ -454,11 +455,12 @@ class Views:
         return True
 
     def _load(self, checkpoint: dict[str, Any], *, with_place: bool) -> None:
-        """Load the training state of another host.
+        """Load the training state that another host has sent.
 
         Args:
             checkpoint: Checkpoint of the other host.
-            with_place: Whether to load the position in the data, callbacks and loops too, because this host joins.
+            with_place: Whether to load the position in the data, the callbacks and the loops too, because this host
+                joins.
         """
         connector = self._strategy.lightning_module.trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
@@ -475,7 +477,7 @@ class Views:
             connector._loaded_checkpoint = {}
 
     def _load_result_of_step(self, checkpoint: dict[str, Any], connector: Any) -> None:
-        """Load another host's weights, loss scales and optimizer state after the current step.
+        """Load weights, loss scales and optimizer state that another host has after the current step.
 
         This rank keeps its position in the data, its learning rates and its loops.
         """
@@ -498,12 +500,12 @@ class Views:
             optimizer_step.skip_flag = SkipFlag(int(optimizer_step.num_skipped) > skipped_before)
 
     def _compare_replicas(self, view: View) -> None:
-        """Raise if ranks hold different weights or state, and learn whether a host stops early.
+        """Raise if model replicas differ between ranks, and record whether any host stops early.
 
         Collective: every rank of the view must call it, in the same order.
 
         Raises:
-            ReplicaDriftError: Ranks differ.
+            ReplicaDriftError: Ranks hold different weights or state.
         """
         assert self.groups is not None
         trainer = self._strategy.lightning_module.trainer
@@ -511,7 +513,7 @@ class Views:
         hashes = {name: int(fingerprint.of(tensor)) for name, tensor in tensors_of_replica(trainer)}
         gathered: list[Any] = [(hashes, self.wants_stop)] * len(view.members)
         if self.groups.world is not None:
-            # A rank that stops early tells the others here, so that no step needs a vote.
+            # A rank that stops early tells the other ranks here, so that no step needs a vote.
             self.groups.run(
                 partial(dist.all_gather_object, gathered, gathered[0], group=self.groups.world)
             )
@@ -536,7 +538,7 @@ def hash_of(values: object) -> str:
 
 
 def _options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group without its parameters."""
+    """Return the options of each parameter group of an optimizer, without the parameters."""
     options_of_groups = []
     for group in optimizer.param_groups:
         options_of_groups.append({name: group[name] for name in group if name != "params"})
@@ -544,14 +546,14 @@ def _options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_of_other_ranks(error: BaseException) -> bool:
-    """Return whether an error was caused by other ranks, such as a closed connection."""
+    """Return whether an error was caused by other ranks, for example by a closed connection."""
     return "comm: " in str(error) or comes_from_others(error)
 
 
 def _host_id() -> str:
-    """Return a unique name for this launch of the host, the same on all ranks of the host.
+    """Return a unique identifier of this launch on this host, which all its ranks share.
 
-    A host that returns after a loss therefore counts as a new host.
+    A host that is restarted after a failure therefore counts as a new host.
 
     Collective: every rank of this host must call it, in the same order.
     """

@@ -11,7 +11,7 @@ from lightning_hybrid.comm import Topology
 
 
 class HostVote:
-    """Logical AND of a boolean over the ranks of one host.
+    """Logical AND of a boolean over all ranks of one host, exchanged over Unix sockets.
 
     Each rank sends one byte to the first rank of the host and receives one byte back, over Unix sockets that do not end
     with a membership view. A Gloo all-reduce would wake three threads and take 20 times the processor time. If a rank
@@ -37,7 +37,7 @@ class HostVote:
             )
 
     def __call__(self, is_so: bool) -> bool:
-        """Return whether `is_so` is True on all ranks of this host.
+        """Return True if all ranks of this host have passed True.
 
         Collective: every rank of this host must call it, in the same order.
 

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class ElasticLoaders(TrainingLoaders):
-    """Data-loader setup of the elastic strategy.
+    """Data loaders of the elastic strategy, with training batches divided among the present hosts.
 
     Attributes:
-        fit: The running fit, which assigns the batches of the training loader to ranks. None: no fit is running.
+        fit: Controller of the current training run, which assigns the batches of the training loader to ranks. None: no
+            run is active.
     """
 
     def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:
@@ -31,7 +32,7 @@ class ElasticLoaders(TrainingLoaders):
     ) -> Any:
         """Wrap a training loader so that it yields the batches of this rank's data shards.
 
-        Loaders that are created after hosts have met belong to callbacks, and are wrapped as in the base class.
+        Loaders that are created after hosts have connected belong to callbacks, and are wrapped as in the base class.
         """
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
 

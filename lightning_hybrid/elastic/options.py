@@ -1,4 +1,4 @@
-"""Options of elastic training, such as the number of hosts and the addresses where they meet."""
+"""Options of elastic training, such as the number of hosts and their meeting addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_hybrid.strategy.option_values import OptionValue
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ElasticOptions(OptionValue):
-    """Validated host options of `HybridElasticStrategy`.
+    """Validated options of `HybridElasticStrategy` for the number of hosts and their addresses.
 
     Attributes:
         max_hosts: Number of hosts that share a step when all are present.
@@ -57,7 +57,7 @@ class ElasticOptions(OptionValue):
 
 
 def refuse_meeting_points(meet: Any) -> None:
-    """Raise if an entry of `meet` is not an address with a port.
+    """Raise if an entry of the option `meet` is not an address with a port.
 
     Raises:
         ValueError: `meet` is empty or has the wrong type, or an entry is not an address. The error names the entry.
@@ -81,7 +81,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def _why_no_address(text: str) -> str:
-    """Return the reason why a text is not an address with a port, or an empty string if it is."""
+    """Return the reason why a text is not an address with a port, or an empty string if it is valid."""
     if "://" in text:
         return f"begins with {text.partition('://')[0]}://, and must be without"
     if any(character.isspace() for character in text):

@@ -1,8 +1,8 @@
 """Aggregation of logged values and metrics over all hosts of an elastic run, in each step.
 
     sync_dist=True, metric states that are sums     summed over all shards and hosts in the step, so that every host has
-                                                    the sums, and a lost host removes nothing
-    all other values                                those of each rank's first shard, as on a rank under `ddp`
+                                                    the sums, and no values are lost with a host
+    all other values                                taken from each rank's first shard, as on a rank under `ddp`
 
 The first rank of each host keeps the sums and its other ranks keep zeros, because Lightning and torchmetrics sum over
 the ranks of a host.
@@ -23,7 +23,7 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 class StepMetric(NamedTuple):
-    """Metric of the module, with the names of its states that are sums and of all others."""
+    """Torchmetrics metric of a module, with the names of its summed states and of its other states."""
 
     name: str
     metric: Any
@@ -49,7 +49,7 @@ def metrics_of(module: Any) -> list[StepMetric]:
 
 
 class EpochLogs:
-    """Values logged so far in an epoch, which a host that joins or is behind receives.
+    """Values logged so far in an epoch, which are sent to hosts that join or have missed a step.
 
     Args:
         module: The LightningModule.
@@ -70,7 +70,7 @@ class EpochLogs:
         ] = []  # values at the end of an epoch, kept until the next epoch's first step is complete
 
     def step(self) -> StepLogs:
-        """Create the logs of a new step."""
+        """Create the snapshot of logged values with which a new step begins."""
         epoch, unseen = self._unseen
         return StepLogs(
             self._trainer._results,
@@ -79,7 +79,7 @@ class EpochLogs:
         )
 
     def warn_of(self, names: Sequence[str]) -> None:
-        """Warn once per metric about states that cannot be summed over hosts."""
+        """Warn once per metric that its states cannot be summed over hosts."""
         for name in names:
             if name not in self._warned_of:
                 self._warned_of.add(name)
@@ -91,17 +91,18 @@ class EpochLogs:
                 )
 
     def commit(self) -> None:
-        """Record a completed step, and save the logged values if it was the last step of an epoch.
+        """Copy the logged values after the last step of an epoch, and drop the copy after the next step.
 
-        Lightning resets the values at the end of the epoch, when another host may still be behind.
+        The copy is needed because Lightning resets the values at the end of the epoch, when another host may still be
+        behind.
         """
         self._at_end = [self._now()] if self._trainer.is_last_batch else []
 
     def collected(self) -> list[dict[str, Any]]:
         """Return the values logged in the current epoch, to be sent to another host.
 
-        Call it between two steps. Until an epoch's first step is complete, the values at the end of the epoch before
-        follow.
+        Call it between two steps. Until an epoch's first step is complete, the list also contains the values at the end
+        of the previous epoch.
         """
         return [self._now(), *self._at_end]
 
@@ -122,7 +123,7 @@ class EpochLogs:
         return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
     def take(self, several: Sequence[dict[str, Any]]) -> None:
-        """Replace this host's logged values by those that another host has collected.
+        """Replace this host's logged values by those received from another host.
 
         Args:
             several: Result of `collected` on the other host. The values of this rank's current epoch are used.
@@ -155,7 +156,7 @@ class EpochLogs:
 
 
 class StepLogs:
-    """Snapshot of logged values for rollback, plus per-shard values to sum.
+    """Snapshot of logged values for rollback, with the values that each data shard of a step logs.
 
     Args:
         results: Values that Lightning has collected in the epoch.
@@ -198,8 +199,8 @@ class StepLogs:
     def end_shard(self) -> None:
         """Record the values that a data shard has logged.
 
-        Of shards after the first, only values with `sync_dist=True` count. Others are reset to those of the first
-        shard.
+        From shards after the first, only values with `sync_dist=True` count. All other values are reset to those of the
+        first shard.
         """
         for key, result in self._results.items():
             if _is_shared(result):
@@ -211,7 +212,7 @@ class StepLogs:
                 self._first[key] = dict(vars(result))
 
     def not_added_up(self) -> list[str]:
-        """Return the names of metrics updated in this step with states that cannot be summed."""
+        """Return the names of metrics that were updated in this step but cannot be summed over hosts."""
         names = []
         for part, (_, count) in zip(self._metrics, self._states, strict=True):
             if part.others and part.metric._update_count != count:

@@ -48,7 +48,7 @@ class HybridElastic(HybridAllReduce):
         images of a step = batch size of a rank x `devices` x `max_hosts`         for any number of present hosts
 
     Each host is launched separately, with one node: `python train.py`, or `torchrun --nnodes=1`. Up to rounding, the
-    weights are those of a run on `max_hosts` hosts that loses none.
+    weights equal those of a run in which all `max_hosts` hosts are always present.
 
     Args:
         max_hosts: Number of hosts that share a step when all are present. None: the environment variable
@@ -58,7 +58,8 @@ class HybridElastic(HybridAllReduce):
             environment variable `HYBRID_ELASTIC_MEET`.
         min_hosts: Minimum number of hosts. With fewer, a run does not begin, and a run that has lost hosts waits.
         silent_s: Seconds without a heartbeat after which a host counts as lost.
-        **options: As in `HybridAllReduceStrategy`. Options that need the same ranks for the whole fit raise an error.
+        **options: As in `HybridAllReduceStrategy`. Options that need the same ranks during the whole training raise an
+            error.
 
     Raises:
         ValueError: An option is invalid. Raised before any process group is created.
@@ -86,7 +87,7 @@ class HybridElastic(HybridAllReduce):
         )
         self._fit: ElasticFit | None = None
         self._held_loggers: HeldLoggers | None = None
-        # Whether this rank is the first of all hosts, also after the fit. None before there is one.
+        # Whether this rank is rank zero over all hosts, also after training. None before training.
         self._is_first: bool | None = None
         _refuse_own_buffers(options)
         # DDP's ranks are those of one host. All hosts share buffers at the end of a step, in `ElasticFit`.
@@ -102,15 +103,15 @@ class HybridElastic(HybridAllReduce):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Set up the environment as `hybrid_allreduce` does, and delay loggers until hosts have met."""
+        """Set up the environment like `hybrid_allreduce`, and delay loggers until hosts have connected."""
         super().setup_environment()
         if self._module.trainer.state.fn == "fit":
             self._held_loggers = HeldLoggers(self._module.trainer.loggers)
 
     def _begin_communication(self) -> None:
-        """Prepare communication for `max_hosts` hosts, and raise if the run cannot be elastic.
+        """Prepare communication for `max_hosts` hosts, and raise if a feature is not supported.
 
-        Until hosts have met, this host counts as the first.
+        Until hosts have connected, this host counts as the first.
         """
         self._refuse_run()
         topology = Topology.from_ranks_per_node(
@@ -132,7 +133,7 @@ class HybridElastic(HybridAllReduce):
         """Raise if the run uses a feature or a device that elastic training does not support.
 
         Raises:
-            ValueError: The run needs the same ranks for the whole fit, or trains on an unsupported device.
+            ValueError: The run needs the same ranks during the whole training, or trains on an unsupported device.
         """
         features = self._options.features() | features_of_run(
             self._module, has_exact_resume=self._loaders.is_on
@@ -150,9 +151,9 @@ class HybridElastic(HybridAllReduce):
         rank_zero_warn(f"`strategy` (={ELASTIC_NAME!r}) has not been run on a GPU yet.")
 
     def _share_of_data(self) -> dict[str, Any]:
-        """Return the arguments of a `DistributedSampler` for a run on `max_hosts` hosts.
+        """Return the `DistributedSampler` arguments of this rank for a run on `max_hosts` hosts.
 
-        The shards of this rank are known only once hosts have met.
+        The shards of this rank are known only once hosts have connected.
         """
         return {"num_replicas": self._comm.topology.world_size, "rank": self.global_rank}
 
@@ -162,7 +163,7 @@ class HybridElastic(HybridAllReduce):
         return self._comm.topology.world_size > 1
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers, and record their options, which hosts compare when they meet."""
+        """Create the optimizers, and record their options for the comparison between hosts."""
         super().setup_optimizers(trainer)
         if self._fit is not None:
             self._fit.note_optimizers(self.optimizers)
@@ -216,7 +217,7 @@ class HybridElastic(HybridAllReduce):
         return super().reduce(tensor, *args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for the ranks of this host, and before training begins also for the other hosts."""
+        """Synchronize the ranks of this host, and connect to the other hosts right before training."""
         if self._held_loggers is not None:
             self._held_loggers.let_lightning_open()
         super().barrier(name)
@@ -225,13 +226,13 @@ class HybridElastic(HybridAllReduce):
 
     @property
     def is_global_zero(self) -> bool:
-        """True on the first rank of all hosts, which writes logs and checkpoints."""
+        """True on rank zero over all hosts, which writes logs and checkpoints."""
         if self._is_first is None:
             return super().is_global_zero
         return self._is_first
 
     def enter_view(self, *, is_first: bool) -> None:
-        """Record that this rank has entered a new membership view.
+        """Record whether this rank is rank zero over all hosts in a new membership view.
 
         Args:
             is_first: Whether this rank is the first of all hosts.
@@ -241,7 +242,7 @@ class HybridElastic(HybridAllReduce):
             self._held_loggers.meet(is_first=is_first)
 
     def after_elastic_step(self) -> None:
-        """Write delayed log entries at the end of a completed step."""
+        """Write delayed logger output after a completed step."""
         if self._held_loggers is not None:
             self._held_loggers.after_step()
 
@@ -269,7 +270,7 @@ def _value_or_variable(value: Any, variable: str) -> Any:
 
 
 def _refuse_own_buffers(options: dict[str, Any]) -> None:
-    """Remove DDP's buffer-broadcast options from a dictionary of options, and raise if one is False.
+    """Remove DDP's buffer-broadcast options from a dictionary, and raise if any of them is False.
 
     Ranks of an elastic run always share their buffers.
 

@@ -1,4 +1,4 @@
-"""Precision plugin for Fabric: half-precision training on fp32 master weights in a user's own loop.
+"""Precision plugin for half-precision training with fp32 master weights in a user's own Fabric loop.
 
 It works like `precision/plugin.py` in the Trainer's manual optimization, for any number of modules and optimizers.
 Parameters are half-precision only during forward and backward, so all other code of the loop sees fp32 parameters.
@@ -28,7 +28,7 @@ _ASK_EVERY = 50
 
 
 class FabricMasterWeightMixin(MasterWeightMixin):
-    """Fabric precision plugin for training in fp16 or bf16 on fp32 master weights.
+    """Fabric precision plugin for fp16 or bf16 training with fp32 master weights.
 
         forward         runs under autocast on half-precision copies of the weights. Outputs are converted to fp32
         backward        uses the scaled loss. Afterwards `p.grad` is fp32 and unscaled, and may be clipped or changed
@@ -59,7 +59,10 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Register a module, whose half-precision copies `add_module` creates later on its device."""
+        """Register a module for half-precision training and return it unchanged.
+
+        `add_module` creates the half-precision copies later, when the module is on its device.
+        """
         self._modules.append(module)
         return module
 
@@ -92,7 +95,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             self._waits_for_backward = True
 
     def convert_output(self, data: Any) -> Any:
-        """Convert half-precision tensors of a module's output to fp32, so that the loss is fp32."""
+        """Convert half-precision tensors in a module's output to fp32, so that the loss is fp32."""
         return apply_to_collection(data, Tensor, self._to_fp32)
 
     def _to_fp32(self, tensor: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         """Do nothing, because `backward` also scales the loss."""
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of the scaled loss, and store unscaled fp32 gradients in `p.grad`."""
+        """Scale the loss, run the backward pass, and store unscaled fp32 gradients in `p.grad`."""
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())
@@ -126,7 +129,10 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the closure, if there is one, and then step the optimizer unless gradients overflowed."""
+        """Run an optimizer step, or skip it if a gradient overflowed.
+
+        A closure runs before the step, or within it if the optimizer evaluates closures itself, as LBFGS does.
+        """
         closure = kwargs.pop("closure", None)
         state = self.optimizer_steps.of(optimizer)
         state.skip_flag = None

@@ -49,7 +49,7 @@ else:
 
 
 def _explaining(name: str) -> Any:
-    """Return a method that calls the base class's method and names missing ranks in its errors."""
+    """Return a wrapper around a base-class method that names missing ranks in its errors."""
 
     def call(self: FabricHybridAllReduce, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -151,7 +151,7 @@ class FabricHybridAllReduce(_Base):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        """Set the precision plugin, with fp32 master weights in place of Fabric's plain half precision."""
+        """Set the precision plugin, replacing plain half precision by one with fp32 master weights."""
         self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
@@ -191,7 +191,7 @@ class FabricHybridAllReduce(_Base):
         )
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap a module in DDP with its own engine, and broadcast the weights of rank zero.
+        """Wrap a module in DDP with its own communication engine, and broadcast rank zero's weights.
 
         Collective: every rank of the group must call it, in the same order.
         """
@@ -240,14 +240,14 @@ class FabricHybridAllReduce(_Base):
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader whose position `save_checkpoint` and `load_checkpoint` can save and restore."""
+        """Return a loader that can be saved in a checkpoint and resumed within an epoch, if supported."""
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Run an optimizer step like DDP, and raise if a trained parameter is not averaged."""
+        """Check that the gradients of all trained parameters are averaged, then run the optimizer step."""
         if self.world_size > 1:
             refuse_what_is_not_averaged(optimizer, self._wrapper_of, self._modules)
         return super().optimizer_step(optimizer, **kwargs)
@@ -271,7 +271,7 @@ class FabricHybridAllReduce(_Base):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint like DDP, and add the loss scales if the state contains an optimizer.
+        """Save a checkpoint like DDP, with the loss scales if the state contains an optimizer.
 
         Collective if the state holds loaders: every rank of the group must call it, in the same order.
         """

@@ -1,4 +1,4 @@
-"""Strategy, precision and checkpoint plugin for `lightning.fabric`."""
+"""Strategy, precision plugin and checkpoint plugin for `lightning.fabric`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategy, precision and checkpoint plugin for `lightning.pytorch`, which `lightning_hybrid` exports."""
+"""Strategy, precision plugin and checkpoint plugin for `lightning.pytorch`, which `lightning_hybrid` exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategy, precision and checkpoint plugin for `pytorch_lightning`."""
+"""Strategy, precision plugin and checkpoint plugin for `pytorch_lightning`."""
 
 from __future__ import annotations
 

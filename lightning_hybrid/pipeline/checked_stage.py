@@ -1,4 +1,4 @@
-"""Subclass of torch's `PipelineStage` with fp32 gradient sums, shape checks and located errors."""
+"""Subclass of torch's `PipelineStage` with fp32 gradient accumulation and shape checks."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class StageBody(nn.Module):
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Return a non-leaf alias of a leaf that requires a gradient, or any other tensor unchanged.
+    """Return a non-leaf alias of a leaf tensor that requires a gradient, and any other tensor unchanged.
 
-    A block may change the result in place, which autograd does not allow for such a leaf.
+    A block may change the result in place. Autograd does not allow this for a leaf that requires a gradient.
     """
     if tensor.is_leaf and tensor.requires_grad:
         received: Tensor = _Received.apply(tensor)
@@ -59,7 +59,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 class _Received(torch.autograd.Function):
-    """Identity function that turns a stage's leaf input into a non-leaf with the same memory.
+    """Autograd identity that turns a stage's leaf input into a non-leaf tensor with the same memory.
 
     Only this stage reads the memory, once per micro-batch.
     """
@@ -75,7 +75,7 @@ class _Received(torch.autograd.Function):
 
 @contextmanager
 def plain_backward(parameters: Sequence[nn.Parameter], *, is_last: bool) -> Iterator[None]:
-    """Let torch accumulate gradients in the parameters' dtype within the context."""
+    """Accumulate gradients in the parameters' dtype within the context, as torch does by default."""
     yield
 
 
@@ -194,7 +194,7 @@ class CheckedStage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
-        """Run the stage, and set outputs without a gradient aside for separate messages."""
+        """Run the stage's forward, and store outputs without a gradient for separate messages."""
         if not self.is_first:
             with_gradient = iter(args)
             without_gradient = iter(self._received.pop(self._microbatch))
@@ -231,7 +231,7 @@ class CheckedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
     ) -> Any:
-        """Run a backward, and replace missing gradients of the stage's inputs by zeros.
+        """Run the stage's backward, and replace missing gradients of the stage's inputs by zeros.
 
         With half precision, the gradients of parameters are added to those of earlier micro-batches
         in fp32.
@@ -316,7 +316,7 @@ class CheckedStage(PipelineStage):
         return ops
 
     def _lay_out(self, infos: Sequence[Any], boundaries: Sequence[Boundary]) -> None:
-        """Replace receive buffers whose memory layout differs from the agreed one.
+        """Reallocate receive buffers whose memory layout differs from the agreed layout.
 
         torch 2.11 always allocates contiguous buffers.
         """
@@ -346,7 +346,7 @@ def _without_gradient(boundaries: Sequence[Boundary]) -> list[Boundary]:
 
 
 def _flatten_messages(ops: list[dist.P2POp], boundaries: Sequence[Boundary]) -> list[dist.P2POp]:
-    """Replace each operation's tensor by its elements as a 1-D tensor in the agreed layout.
+    """Flatten the tensor of each point-to-point operation to 1-D, in the agreed memory layout.
 
     `ops` may be empty.
     """

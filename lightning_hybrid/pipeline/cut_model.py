@@ -20,16 +20,16 @@ from lightning_hybrid.placement import ignored_by_ddp
 
 
 class CutModel:
-    """Network cut into pipeline stages, with the blocks of other ranks on the meta device.
+    """Network divided into pipeline stages, with the blocks of other ranks on the meta device.
 
-    Averages of the module that callbacks keep are cut in the same way.
+    Weight averages of the module that callbacks hold are divided in the same way.
 
     Every rank begins with the values of rank zero, as under DDP.
 
     Collective: every rank of WORLD must create it, in the same order.
 
     Args:
-        module: The LightningModule. Callbacks of its trainer may keep averages of it.
+        module: The LightningModule. Callbacks of its trainer may hold weight averages of it.
         of: Name of the network in the module.
         places: Index of each stage's first block, followed by the number of blocks.
         ranks: Position of this rank.
@@ -76,7 +76,7 @@ class CutModel:
         return zip(blocks, self._owners, strict=True)
 
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Return the averages of the module that callbacks keep, each with its blocks."""
+        """Return the weight averages of the module that callbacks hold, each with its blocks."""
         averages = []
         for model in average_models(self._module.trainer.callbacks):
             averages.append((model.module, blocks_of(model.module, self._of)))
@@ -87,17 +87,17 @@ class CutModel:
         return self.blocks[self.places[index] : self.places[index + 1]]
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Remove the tensors of other ranks within the context, so that the module can change device."""
+        """Remove the meta tensors within the context, so that the module can be moved to a device."""
         return self._other_stages[0].hidden()
 
     @property
     def bytes_elsewhere(self) -> int:
-        """Bytes that the parameters and buffers of other stages would take on this rank."""
+        """Size in bytes of the parameters and buffers of other stages, which this rank does not hold."""
         return sum(meta.numel() * meta.element_size() for meta in self._other_stages[0].tensors)
 
     @contextmanager
     def whole_on_first(self, ranks: PipelineRanks, group: Any) -> Iterator[None]:
-        """Place the whole network on the first rank of a pipeline within the context.
+        """Load the whole network on the first rank of a pipeline within the context.
 
         Collective: every rank of the pipeline must call it, in the same order.
         """
@@ -136,9 +136,9 @@ class CutModel:
         self.guard.remove()
 
     def ignored_by_ddp(self) -> AbstractContextManager[None]:
-        """Keep Lightning from broadcasting rank zero's blocks to all ranks within the context.
+        """Exclude the blocks from Lightning's broadcast of rank zero's weights within the context.
 
-        Each rank holds other blocks.
+        Each rank holds different blocks.
         """
         module = self._module
         block_tensor_ids = {id(tensor) for tensor in _tensors_of(self.blocks)}
@@ -249,7 +249,7 @@ def _tensors_of(blocks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _whole_values(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy a block's tensors to host memory, with the whole tensors of tensor-parallel layers."""
+    """Copy a block's tensors to host memory, with unsliced tensors for tensor-parallel layers."""
     # While a tensor-parallel layer is whole, an attribute of its module hides the parameter of the
     # same name.
     whole_tensors: dict[int, Tensor] = {}

@@ -25,7 +25,7 @@ class BlockProfile:
     Pass it as a pipeline's `cuts` to balance the stages.
 
     Args:
-        seconds: Time of forward and backward of one micro-batch in each block, in any unit.
+        seconds: Time of forward and backward of one micro-batch in each block, in an arbitrary unit.
         activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: not
             limited.
         held_bytes: Bytes that each block holds in addition: parameters, gradients, optimizer state.
@@ -70,7 +70,7 @@ class BlockProfile:
 
 
 class _BlockRun:
-    """Timed forward and backward of a block, with a count of the bytes that autograd saves.
+    """Timed forward and backward of a block, with the number of bytes that autograd saves.
 
     Args:
         block: A copy of the block.
@@ -102,7 +102,7 @@ class _BlockRun:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that the last run saved for backward, without parameters."""
+        """Number of bytes that autograd saved for backward in the last run, without parameters."""
         parameters = {
             parameter.untyped_storage().data_ptr() for parameter in self._block.parameters()
         }
@@ -131,7 +131,7 @@ def balanced_cuts(
     activation_bytes: Sequence[float] | None = None,
     num_alive: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the cuts into stages that minimise the slowest stage's time within the memory limit.
+    """Return stage boundaries that minimise the slowest stage's time within the memory limit.
 
         minimise   max over stages j   sum of seconds[i] over blocks i of stage j
         such that  sum of bytes_[i] + num_alive[j] * activation_bytes[i]  <=  most_bytes
@@ -208,12 +208,10 @@ def balanced_cuts(
 
 
 class _StageCosts:
-    """Time and memory of a stage with the blocks `begin` to `end` - 1.
+    """Time and memory of any candidate stage, given as a range of consecutive blocks.
 
-    Both are differences of cumulative sums.
-
-    Because they are differences, the time of a stage has the same bits in both passes of
-    `balanced_cuts`.
+    A stage has the blocks `begin` to `end` - 1. Time and memory are differences of cumulative sums, so the time of a
+    stage has the same bits in both passes of `balanced_cuts`.
     """
 
     def __init__(
@@ -267,9 +265,9 @@ def _best_cuts(
     cost_of: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Return the lowest combined cost over all cuts into stages, and the cuts that achieve it.
+    """Return the lowest combined cost of all partitions into stages, and the boundaries that achieve it.
 
-    The cost is infinite if no cut is possible.
+    The cost is infinite if no partition is possible.
 
     Args:
         num_blocks: Number of blocks.

@@ -41,7 +41,7 @@ class DataRanksMixin(HybridAllReduce):
         return self._stages
 
     def set_world_ranks(self) -> None:
-        """Set the rank and the world size, and check that the world divides into pipelines."""
+        """Set the rank and the world size, and raise if the world cannot be divided into pipelines."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
             check_ranks(
@@ -71,7 +71,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @contextmanager
     def _whole_layers(self) -> Iterator[None]:
-        """Restore tensor-parallel layers to whole layers within the context, as validation does.
+        """Replace sliced tensor-parallel layers by whole layers within the context, as in validation.
 
         Does nothing unless the trainer is training.
 
@@ -116,7 +116,7 @@ class DataRanksMixin(HybridAllReduce):
         return nullcontext() if self._cut is None else self._cut.guard.allowed()
 
     def on_validation_start(self) -> None:
-        """Broadcast the first data-parallel rank's buffers to the others, as DDP does before a forward."""
+        """Broadcast module buffers from the first data-parallel rank to the other ranks, as DDP does."""
         super().on_validation_start()
         self._share_buffers()
 
@@ -151,7 +151,7 @@ class DataRanksMixin(HybridAllReduce):
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decided True, or whether any rank did if `all` is False.
+        """Return whether all ranks decided True, or with `all=False` whether any rank did.
 
         Collective: every rank must call it, in the same order.
         """

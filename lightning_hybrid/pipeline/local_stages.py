@@ -1,4 +1,4 @@
-"""Stages of this rank, comparisons with other ranks, and the forward through all stages."""
+"""Pipeline stages of one rank, comparisons with other ranks, and the forward through all stages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stages:
         self._boundaries: dict[Any, list[Boundaries]] = {}
 
     def set_last_backward(self, is_last: bool) -> None:
-        """Record whether the next backward is a stage's last one of its step."""
+        """Record whether the next backward is the last one of its stage in the current step."""
         self.require_backward_grad_sync = is_last
 
     # ---- agreement -----------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Stages:
         )
 
     def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
-        """Raise if the ranks of a pipeline have batches of different shapes or labels.
+        """Raise if the shapes or labels of a batch differ between the ranks of a pipeline.
 
         Labels are compared if `with_values` is True.
 
@@ -118,7 +118,7 @@ class Stages:
         self.compare_digests("The batch", digest, describe)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks of the pipeline, in the order of stages.
+        """Gather a value from all ranks of the pipeline, in the order of stages.
 
         Collective: every rank of the pipeline must call it, in the same order.
         """
@@ -146,7 +146,7 @@ class Stages:
         Collective if the key is new: every rank of the pipeline must call it, in the same order.
 
         Args:
-            key: Key under which the result is kept.
+            key: Key under which the result is cached.
             inputs: Function that returns the network's inputs. Only the first stage calls it.
 
         Raises:
@@ -264,7 +264,7 @@ class Stages:
     def _send(
         self, stage: int, boundaries: Boundaries, output: Any
     ) -> list[tuple[dist.Work | None, Tensor]]:
-        """Start to send a stage's output to the next stage, and return the pending messages."""
+        """Start sending a stage's output to the next stage, and return the pending operations."""
         target = self.ranks.peers[(stage + 1) % self.ranks.num_ranks]
         sent = []
         for boundary, tensor in zip(boundaries, as_arguments(output), strict=True):
@@ -301,7 +301,7 @@ def _boundaries_of(inputs: Callable[[], tuple[Tensor, ...]]) -> Boundaries:
 def _result_or_error(
     find: Callable[[], Boundaries | str],
 ) -> Boundaries | str:
-    """Return the result of `find`, or its error as text."""
+    """Call `find`, and return its result or the text of its error."""
     try:
         return find()
     except Exception as error:

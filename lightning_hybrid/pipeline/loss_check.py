@@ -1,8 +1,8 @@
-"""Check that the first micro-batch has the same loss in stages as with the whole network.
+"""Check that the first micro-batch's loss in stages equals its loss with the whole network.
 
-Some code is not part of any stage, such as what `forward` does in addition to calling its blocks,
-or features that a hook keeps. A pipeline would silently leave it out of training. Therefore the
-rank of the first stage holds the whole network for one forward, and both losses must agree.
+Some code is not part of any stage, such as operations in `forward` outside of the blocks, or features that a hook
+stores. A pipeline would silently leave this code out of training. Therefore the rank of the first stage holds the
+whole network for one forward, and both losses must agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_hybrid.module_state import put_back
 def free_bytes(device: torch.device) -> float:
     """Return the free memory of a device in bytes.
 
-    The result is infinite for a CPU, whose memory held the whole network before it was cut.
+    The result is infinite for a CPU, whose memory held the whole network before it was divided into stages.
     """
     if device.type != "cuda":
         return math.inf
@@ -38,7 +38,7 @@ def loss_of_whole(
     *,
     eps: float,
 ) -> float | str:
-    """Compute the loss with the whole network, and restore the module state that this changes.
+    """Compute the loss with the whole network, and restore the module state that this computation changes.
 
     Args:
         module: The LightningModule.
@@ -59,7 +59,7 @@ def loss_of_whole(
             with put_back(module):
                 with put_back(net):
                     loss = float(compute_loss())
-                # The second computation starts from what the first one left outside of the network.
+                # The second computation starts from the state that the first one left outside of the network.
                 later_loss = float(compute_loss())
             if is_close(loss, later_loss, eps):
                 return loss if math.isfinite(loss) else math.inf
@@ -82,8 +82,7 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
     """Raise if a micro-batch's loss in stages differs from the loss with the whole network.
 
     Raises:
-        ValueError: The losses differ, or the loss depends on what each micro-batch changes in the
-            module.
+        ValueError: The losses differ, or the loss depends on module state that each micro-batch changes.
     """
     if math.isnan(whole_loss):
         raise ValueError(
@@ -132,7 +131,7 @@ def in_stages(
     places: Sequence[int],
     random_state_of: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Run each block of the whole network with its stage's random state within the context.
+    """Use each stage's own random numbers while the whole network runs within the context.
 
     A user's `forward` may call the layers of a block instead of the block itself. Therefore a stage
     also begins at the first call of a layer that only this stage contains.

@@ -174,7 +174,7 @@ def _text_of(batch: Any) -> str:
 def random_state(
     numbers: int | tuple[int, ...], device: torch.device
 ) -> Iterator[Callable[[], bool]]:
-    """Seed the generators of torch, Python and numpy from `numbers`, and restore them on exit.
+    """Seed the random number generators of torch, Python and NumPy, and restore them on exit.
 
     Random numbers drawn within the context depend on `numbers` only.
 
@@ -211,7 +211,7 @@ def random_state(
 
 
 def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
-    """Return whether nothing was drawn from the torch, Python and numpy generators since seeding."""
+    """Return whether the torch, Python and NumPy generators are unused since they were seeded."""
     for generator in generators:
         fresh_state = torch.Generator(generator.device).manual_seed(seed).get_state()
         if not torch.equal(generator.get_state(), fresh_state):
@@ -229,10 +229,10 @@ def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
 
 
 class Muting:
-    """Suppression of logging and metric updates while `training_step` runs on a micro-batch.
+    """Suppression of logging and metric updates during `training_step` on a micro-batch.
 
-    Each batch then counts once, as without a pipeline. Copies replace the metrics of the module
-    meanwhile, so that code that uses their values works.
+    Each batch is then logged once, as without a pipeline. Copies replace the metrics of the module during these calls,
+    so that code that uses metric values works.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -263,7 +263,7 @@ class Muting:
 
 
 def metrics_in(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return the torchmetrics and metric collections of a module, each with its parent and name.
+    """Return the `Metric` and `MetricCollection` children of a module, each with its parent and name.
 
     Metrics inside of another metric are left out.
     """
@@ -277,7 +277,7 @@ def metrics_in(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def single_metrics(module: nn.Module) -> list[Metric]:
-    """Return every torchmetrics `Metric` of a module, including those of collections."""
+    """Return every torchmetrics `Metric` of a module, including those in metric collections."""
     return [child for child in module.modules() if isinstance(child, Metric)]
 
 

@@ -134,7 +134,7 @@ class PipelineWatchdog(SetupWatchdog):
 
     @property
     def is_stuck(self) -> bool:
-        """True if an abandoned wait still uses its process group."""
+        """True if an abandoned wait still blocks in its process group."""
         return bool(self._error) and self._wait_began_s is not None
 
     @property
@@ -147,7 +147,7 @@ class PipelineWatchdog(SetupWatchdog):
             wait.run()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """End this rank's waits with the error that all ranks report."""
+        """Interrupt this rank's waits and abort its all-reduces, with the given error."""
         self._error = self._error or error
         if self.engine is not None:
             self.engine.abort(error)
@@ -163,7 +163,7 @@ class PipelineWatchdog(SetupWatchdog):
 
 
 class _Wait:
-    """Blocking call for the waiting thread, with its result or error."""
+    """Blocking call that a separate thread makes, with its result or error."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         self._wait = wait
@@ -181,7 +181,7 @@ class _Wait:
 
 @contextmanager
 def waits_of_schedules(watchdog: PipelineWatchdog) -> Iterator[None]:
-    """Route the message waits of torch's schedules through `watchdog.wait_for` within the context."""
+    """Make torch's pipeline schedules wait through `watchdog.wait_for` within the context."""
     from torch.distributed.pipelining import schedules  # imported here, as it takes a second
 
     wait_in_torch = schedules._wait_batch_p2p

@@ -41,7 +41,7 @@ class PipelineRanks:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of pipelines, which read different batches."""
+        """Number of pipelines, each of which reads different batches."""
         return self.world_size // self.num_ranks
 
     @property
@@ -93,7 +93,7 @@ class PipelineGroups:
 
     Attributes:
         pipe: The ranks of this pipeline, for messages between stages.
-        agree: The same ranks over host memory, to compare and exchange Python objects.
+        agree: The same ranks with the Gloo backend, to compare and gather Python objects.
         data: The ranks that hold the same stages.
     """
 
@@ -129,7 +129,7 @@ class PipelineGroups:
 
 
 class TiedWeights:
-    """Tied weights of several pipeline ranks, whose gradients are summed over these ranks.
+    """Parameters that several pipeline ranks share, with the all-reduce of their gradients.
 
     Each rank updates its copy from the same gradient.
 
@@ -202,7 +202,7 @@ class TiedWeights:
 
 
 def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list[tuple[int, ...]]:
-    """Partition the world into the ranks at `positions` of each pipeline, and single other ranks."""
+    """Return a set of the ranks at `positions` for each pipeline, and a set for each other rank."""
     rank_sets = []
     for peers in ranks.pipelines:
         rank_sets.append(tuple(peers[position] for position in positions))
@@ -213,7 +213,7 @@ def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list
 
 
 class _TableEntry(NamedTuple):
-    """Entry of a module's `_parameters` or `_buffers` table."""
+    """Entry of a module's `_parameters` or `_buffers` dictionary."""
 
     table: dict[str, Any]
     name: str
@@ -221,10 +221,10 @@ class _TableEntry(NamedTuple):
 
 
 class OtherStages:
-    """Parameters and buffers of blocks on other ranks, which are on the meta device until `restore`.
+    """Parameters and buffers of other ranks' blocks, on the meta device until `restore` is called.
 
-    The user's tensors stay the same objects. This object keeps them without memory, and `restore`
-    gives them values again.
+    The user's tensors stay the same objects. This object holds them without memory, and `restore`
+    fills them with values again.
 
     Args:
         modules: Modules of the blocks on other ranks.
@@ -262,10 +262,10 @@ class OtherStages:
 
     @contextmanager
     def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
-        """Replace meta tensors in the modules by real values within the context.
+        """Replace meta tensors in the modules by tensors with values within the context.
 
         Args:
-            values: Values, by `id` of the meta tensor that is in a module now.
+            values: Values, by `id` of the meta tensor that is currently in a module.
             device: Device to which the values are moved.
         """
         tensors: dict[int, Tensor] = {}
@@ -291,7 +291,7 @@ class OtherStages:
                 table[name] = meta
 
     def restore(self, values: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
-        """Put the user's tensors back into modules and optimizers, with new values.
+        """Restore the user's tensor objects in modules and optimizers, with new values.
 
         Args:
             values: Values in the order of `tensors`.

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name (GPipe, 1F1B, interleaved, zero bubble), which torch runs."""
+"""Selection of torch's pipeline schedules by name (GPipe, 1F1B, interleaved, zero bubble)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def schedule_of(
         stages: Stages of this rank.
         num_microbatches: Number of micro-batches of a step.
         loss_of: Function of the output and the index of a micro-batch that returns its loss. The
-            loss is already divided, so that the gradients of all losses add up to those of the
-            step.
+            loss is already divided by the number of micro-batches, so that the gradients of all losses add up to those
+            of the step.
     """
 
     def loss(output: Tensor, index: Tensor) -> Tensor:

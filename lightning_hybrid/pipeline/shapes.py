@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 @dataclass(frozen=True)
 class Boundary:
-    """Specification of a micro-batch's tensor that one stage sends to the next.
+    """Specification of a tensor that one pipeline stage sends to the next for each micro-batch.
 
     Attributes:
         shape: Shape of the tensor.
@@ -45,14 +45,14 @@ class Boundary:
     has_gradient: bool = False
 
     def empty(self, device: torch.device | str, *, requires_grad: bool = False) -> Tensor:
-        """Return an uninitialised tensor of this shape, dtype and layout."""
+        """Return an uninitialised tensor of the specified shape, dtype and layout."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device=device)
         if self.stride is not None:
             tensor = tensor.as_strided(self.shape, self.stride)
         return tensor.requires_grad_(requires_grad)
 
     def has_layout_of(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of this shape has this memory layout."""
+        """Return whether a tensor of the specified shape has the specified memory layout."""
         if self.stride is None:
             return tensor.is_contiguous()
         # The stride of a dimension of size 1 has no effect.
@@ -60,14 +60,10 @@ class Boundary:
         return all(self.stride[dim] == tensor.stride(dim) for dim in dims)
 
     def message(self, tensor: Tensor) -> Tensor:
-        """Return the elements of `tensor` as a 1-D tensor in the order of this memory layout.
+        """Return the elements of `tensor` as a 1-D tensor, in the order of the specified memory layout.
 
-        `tensor` must have this shape. The result shares its memory if the tensor already has this
-        layout. A tensor from `empty` has this layout, so a receiver always receives into its own
-        memory.
-
-        The row shares the tensor's memory if the tensor has this layout already. A receiver's
-        tensor comes from `empty`, so its row is always its memory.
+        `tensor` must have the specified shape. The result shares its memory if the tensor already has the specified
+        layout. A tensor from `empty` has that layout, so a receiver always receives into its own memory.
 
         >>> turned = torch.arange(6.0).view(2, 3).t()
         >>> boundary_of(turned).message(turned), Boundary((3, 2), turned.dtype).message(turned)
@@ -222,7 +218,7 @@ def _copy_without_tensors(block: nn.Module) -> nn.Module:
 
 
 def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
-    """Return the estimated cost of each block's forward, in operations or in parameters.
+    """Estimate the cost of each block's forward, as a number of operations or of parameters.
 
     Operations are counted in a forward on `example`. Parameters are counted if `example` is not a
     tensor or a tuple of tensors. One operation for each element that a block returns is added, so

@@ -128,7 +128,7 @@ class HybridPipeline(DataRanksMixin):
     # ---- setup ---------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Keep this rank's stages, move the others to the meta device, and run the setup of data parallelism."""
+        """Move other ranks' stages to the meta device, and set up data parallelism for the local stages."""
         module = self.lightning_module
         assert module is not None
         is_fit = trainer.state.fn == "fit"
@@ -170,7 +170,7 @@ class HybridPipeline(DataRanksMixin):
         )
 
     def _cut_network(self, module: pl.LightningModule, places: Sequence[int]) -> Stages:
-        """Create the process groups, cut the network into stages and keep this rank's stages.
+        """Create process groups, divide the network into stages, and return the stages of this rank.
 
         Collective: every rank must call it, in the same order.
         """
@@ -206,7 +206,7 @@ class HybridPipeline(DataRanksMixin):
 
     @property
     def _active_cut(self) -> CutModel:
-        """Network cut into stages, available between setup and teardown."""
+        """Network divided into stages, available between setup and teardown."""
         assert self._cut is not None
         return self._cut
 
@@ -269,7 +269,7 @@ class HybridPipeline(DataRanksMixin):
         )
 
     def _wrap_stages(self, ignored_ids: set[int]) -> None:
-        """Create the engine that averages over data-parallel ranks, and wrap each stage in DDP."""
+        """Create the engine that averages gradients over data-parallel ranks, and wrap stages in DDP."""
         stages = self._active_stages
         self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
         engine = self._comm.new_engine(
@@ -286,7 +286,7 @@ class HybridPipeline(DataRanksMixin):
             stages.wrapped = wrapped
 
     def _wrap_stage(self, body: nn.Module, engine: CommEngine, ignored_ids: set[int]) -> nn.Module:
-        """Wrap a stage in DDP, unless it has no parameters to average."""
+        """Wrap a stage in DDP unless it has no parameters to average."""
         ignored_names = []
         has_averaged_parameters = False
         for name, parameter in body.named_parameters(remove_duplicate=False):
@@ -413,7 +413,7 @@ class HybridPipeline(DataRanksMixin):
         """
         refuse_after_failure(self._comm.engine)  # before any collective
         self._failures.refuse_to_save_alone("A pipeline", "its stages are on several ranks")
-        group = None if self._groups is None else self._groups.agree  # None: after the fit
+        group = None if self._groups is None else self._groups.agree  # None: after training
         gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
@@ -436,7 +436,7 @@ class HybridPipeline(DataRanksMixin):
             self._comm.engine.abort(f"{type(exception).__name__}: {exception}")
 
     def _put_back(self) -> None:
-        """Restore the whole module on every rank, unless the run has failed."""
+        """Restore the whole module on every rank unless the run has failed."""
         super()._put_back()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._until_teardown.close()

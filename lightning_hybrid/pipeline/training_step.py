@@ -40,14 +40,14 @@ They are few because on CUDA each comparison waits for the batch.
 
 
 class _FirstLoss(NamedTuple):
-    """Loss of the first micro-batch, with the whole network and in stages, as known on one rank."""
+    """Loss of the first micro-batch as known on one rank, from the whole network and from the stages."""
 
     whole: float | str  # with the whole network, or a reason if unknown, valid on the first rank
     in_stages: float  # known on the last rank
 
 
 class TrainingStep:
-    """Runner of the forward and backward of all micro-batches through all pipeline stages.
+    """Training step that runs forward and backward of all micro-batches through all pipeline stages.
 
     Collective: every rank of WORLD must create it, in the same order.
 
@@ -56,7 +56,7 @@ class TrainingStep:
         schedule: Name of the schedule.
         precision: Lightning's precision plugin.
         seed: Seed of all random numbers of a step, the same on every rank of a pipeline.
-        cut: The cut network, which computes the first loss in one piece.
+        cut: The network divided into stages, which computes the first loss with all stages on one rank.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class TrainingStep:
         return output
 
     def _schedule_context(self) -> AbstractContextManager[Tensor | None]:
-        """Return a context for all forwards and backwards of a schedule.
+        """Return the precision context for all forwards and backwards of a schedule.
 
         The context yields the loss scale, or None.
         """

@@ -49,7 +49,7 @@ def share_(
 
 
 def local_entries(checkpoint: Mapping[str, Any]) -> dict[EntryPath, Any]:
-    """Return the checkpoint entries that this rank holds, as `{path: value}`.
+    """Return the checkpoint entries that this rank holds, keyed by their path in the checkpoint.
 
     Paths lead to tensors of module states and to entries of optimizer states.
     """
@@ -65,7 +65,7 @@ def local_entries(checkpoint: Mapping[str, Any]) -> dict[EntryPath, Any]:
 
 
 def fill_(checkpoint: dict[str, Any], entries: Mapping[EntryPath, Any]) -> None:
-    """Insert another rank's checkpoint entries where this rank has none.
+    """Insert another rank's checkpoint entries where this rank's checkpoint has none.
 
     >>> checkpoint = {"state_dict": {"a": torch.zeros(1), "b": torch.empty(1, device="meta")}}
     >>> stage_state = {"a": torch.empty(1, device="meta"), "b": torch.ones(1)}
@@ -131,7 +131,7 @@ class StateDictGuard:
         self._handles = [module.register_state_dict_pre_hook(self) for module in modules]
 
     def __call__(self, *_: Any) -> None:
-        """Raise `RuntimeError`, except within `allowed`."""
+        """Raise `RuntimeError` unless the call is made within the `allowed` context."""
         if not self._num_allowed:
             raise RuntimeError(_NOT_WHOLE)
 

@@ -1,4 +1,4 @@
-"""Lightning strategy, which implements the training step from a batch to the updated weights.
+"""Lightning strategy that runs the training step, from a batch to the updated weights.
 
 A training step has these stages. `tests/test_one_step.py` checks them in the same order:
 

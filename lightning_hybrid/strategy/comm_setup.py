@@ -49,17 +49,17 @@ def _unwrapped(hook: BucketHook) -> BucketHook:
 
 
 class CommSetup:
-    """Communication setup of a strategy, with topology, plan, engine and DDP hook of the current fit.
+    """Communication setup of a strategy, with the topology, plan, engine and DDP hook of a training run.
 
     Attributes:
         options: The options of the strategy.
-        topology: The ranks and nodes of this fit.
+        topology: The ranks and nodes of the run.
         device: The device of this rank.
-        plan: The communication plan of this fit: the plan of the options, adapted to the topology and the module.
+        plan: The communication plan of the run: the plan of the options, adapted to the topology and the module.
         communication_plan: One-line description of ranks, nodes, buckets and algorithms, once they are known.
         bucket_hook: The function that averages a bucket.
         engine_options: Arguments of the engine that extensions request.
-        engine: The engine of this fit, from the wrapping of the module in DDP until `close`.
+        engine: The engine of the run, from the wrapping of the module in DDP until `close`.
         hook_state: The state of DDP's communication hook, as long as there is an engine.
         engine_type: The class of the engine. A strategy may set another one after `begin`.
         wrap_hook: Function that returns the hook for DDP, given `bucket_hook`. A strategy may set it after `begin`.
@@ -83,7 +83,7 @@ class CommSetup:
 
     @property
     def trace(self) -> CommTrace | None:
-        """Communication counters and timings of the current fit, or None when no fit runs."""
+        """Communication counters and timings of the current run, or None if no engine exists."""
         if self.engine is None:
             return None
         return self.engine.trace
@@ -94,7 +94,7 @@ class CommSetup:
             self.engine.trace.enter(phase)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context manager whose duration the trace records as waiting for other ranks."""
+        """Return a context whose duration the trace records as time spent waiting for other ranks."""
         if self.engine is None:
             return nullcontext()
         return self.engine.trace.waiting()
@@ -102,7 +102,7 @@ class CommSetup:
     # ---- topology and plan -------------------------------------------------------------------
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether the options or layers may use several process groups at the same time."""
+        """Return whether options or layers may use several process groups at the same time."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
         if self.options.plan.algorithm not in ("auto", "flat"):
@@ -117,7 +117,7 @@ class CommSetup:
         return False
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
-        """Raise if `ranks_per_node` does not fit the world size.
+        """Raise if `ranks_per_node` is incompatible with the world size or with Adasum.
 
         This needs no process group.
 
@@ -130,7 +130,7 @@ class CommSetup:
                 refuse_odd_nodes(topology)
 
     def topology_of(self, rank: int, world_size: int) -> Topology:
-        """Return the topology, which lists the ranks of each node.
+        """Return the topology of the run, which lists the ranks of each node.
 
         Collective, unless the user set `ranks_per_node`: every rank must call it, in the same order.
         """
@@ -141,7 +141,7 @@ class CommSetup:
         )
 
     def begin(self, topology: Topology, device: torch.device, timeout: timedelta | None) -> None:
-        """Store the topology, device and timeout of a new fit, and reset the plan to the options' plan."""
+        """Store the topology, device and timeout of a new training run, and reset the communication plan."""
         self.topology = topology
         self.device = device
         self.plan = self.options.plan
@@ -149,7 +149,7 @@ class CommSetup:
         self._timeout = timeout
 
     def find_plan(self, module: nn.Module) -> None:
-        """Adapt the communication plan to the topology and the module's gradients."""
+        """Adapt the communication plan to the topology, the options and the module's gradients."""
         on_cuda = self.device.type == "cuda"
         codec = self.options.dtype_across_nodes
         if self.options.is_adasum:
@@ -170,7 +170,7 @@ class CommSetup:
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
-        """Set extra arguments for the engine, and replace the plan if the arguments include `plan`."""
+        """Store extra arguments for the engine, and replace the plan if they contain another one."""
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
 
@@ -179,7 +179,7 @@ class CommSetup:
     def wrap(
         self, module: nn.Module, *, device_ids: list[int] | None, is_half: bool, **ddp_kwargs: Any
     ) -> DistributedDataParallel:
-        """Wrap a module in `DistributedDataParallel` with the bucket sizes of the plan.
+        """Wrap a module in `DistributedDataParallel` with the bucket sizes of the communication plan.
 
         Args:
             module: Module to wrap.
@@ -196,7 +196,7 @@ class CommSetup:
     def new_engine(
         self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None
     ) -> CommEngine:
-        """Create the engine that averages gradients, and log the plan and options.
+        """Create the engine that averages gradients, and log the communication plan and options.
 
         Collective: every rank of the group must call it, in the same order.
 
@@ -230,7 +230,7 @@ class CommSetup:
         wrapped: DistributedDataParallel | None,
         parameters: Iterable[Tensor] = (),
     ) -> HookState:
-        """Register a DDP communication hook that averages buckets with an engine, and return its state.
+        """Register a DDP communication hook that averages gradient buckets, and return its state.
 
         Args:
             engine: Engine that averages the buckets.
@@ -250,7 +250,7 @@ class CommSetup:
             self.engine.coder.begin_step(module.trainer.global_step)
 
     def share_work(self, optimizers: Sequence[Optimizer]) -> None:
-        """Divide the work of `LARS(direction="orthogonal")` between the ranks of each node.
+        """Distribute the computation of `LARS(direction="orthogonal")` over the ranks of each node.
 
         Collective: every rank of the group must call it, in the same order.
         """
@@ -264,14 +264,14 @@ class CommSetup:
             optimizer.work_group = self._work_group
 
     def warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
-        """Warn about optimizers whose trust ratios undo Adasum, if Adasum is in use."""
+        """Warn if Adasum is used with an optimizer whose trust ratios discard gradient magnitudes."""
         if self.bucket_hook is adasum_bucket:
             warn_of_trust_ratios(optimizers)
 
     # ---- end ---------------------------------------------------------------------------------
 
     def close(self, optimizers: Sequence[Optimizer]) -> None:
-        """Close the engine, write its timeline and destroy the process group for shared LARS work."""
+        """Close the engine, write its timeline and destroy the process group of the shared LARS work."""
         engine = self.engine
         self.engine = None
         self.hook_state = None  # frees a codec's buckets, which are as large as all gradients
@@ -299,7 +299,7 @@ class CommSetup:
     # ---- description -------------------------------------------------------------------------
 
     def note_plan(self, plan: CommPlan) -> None:
-        """Set `communication_plan` to a one-line description of the given plan."""
+        """Set `communication_plan` to a one-line description of a communication plan."""
         on_cuda = self.device.type == "cuda"
         self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
         if self.bucket_hook is adasum_bucket:
@@ -317,7 +317,7 @@ def _is_orthogonal(optimizer: Optimizer) -> bool:
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
-    """Return the `id`s of the parameters that DDP averages or ignores, and the ignored names."""
+    """Return the `id`s of the parameters that DDP averages or ignores, and the names of ignored ones."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     averaged: set[int] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):

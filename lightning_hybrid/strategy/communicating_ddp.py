@@ -1,4 +1,4 @@
-"""Base class of the strategies: rendezvous, gradient averaging with this package's engine, and failure reports."""
+"""Base class of the strategies for rendezvous, gradient averaging and failure reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ else:
 
 
 class CommunicatingDDP(_Base):
-    """Base DDP strategy with its own rendezvous, gradient averaging and failure reports by rank.
+    """DDP strategy with its own rendezvous, gradient-averaging engine and failure reports.
 
     Args:
         options: The validated options of the strategy.
@@ -74,7 +74,7 @@ class CommunicatingDDP(_Base):
 
     @property
     def comm_trace(self) -> CommTrace | None:
-        """Communication counters and timings of the current fit, or None when no fit runs."""
+        """Communication counters and timings of the current run, or None if no engine exists."""
         return self._comm.trace
 
     @property
@@ -117,7 +117,7 @@ class CommunicatingDDP(_Base):
         self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
 
     def set_world_ranks(self) -> None:
-        """Set rank and world size like DDP, and raise if `ranks_per_node` does not fit them."""
+        """Set rank and world size like DDP, and raise if `ranks_per_node` does not divide the world size."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
             self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
@@ -134,10 +134,10 @@ class CommunicatingDDP(_Base):
             self.cluster_environment, self._process_group_backend, self.root_device, self._timeout
         )
 
-    # ---- communication of a fit --------------------------------------------------------------
+    # ---- communication of a run --------------------------------------------------------------
 
     def _begin_communication(self) -> None:
-        """Determine the topology of a fit and reset the communication setup.
+        """Determine the topology of a training run and reset the communication setup.
 
         Collective, unless the user set `ranks_per_node`: every rank must call it.
         """
@@ -145,7 +145,7 @@ class CommunicatingDDP(_Base):
         self._comm.begin(topology, self.root_device, self._timeout)
 
     def _share_of_data(self) -> dict[str, Any]:
-        """Return `num_replicas` and `rank` for the distributed sampler of this rank."""
+        """Return the sampler arguments `num_replicas` and `rank` that select this rank's data."""
         share: dict[str, Any] = self.distributed_sampler_kwargs
         return share
 
@@ -172,7 +172,7 @@ class CommunicatingDDP(_Base):
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward pass like DDP, and raise if the loss yields no gradients to average."""
+        """Run the backward pass, and raise if the loss yields no gradients for other ranks to average."""
         refuse_loss_without_gradient(
             closure_loss, rank=self.global_rank, world_size=self.world_size
         )
@@ -187,7 +187,7 @@ class CommunicatingDDP(_Base):
         return scaled_loss
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Raise if other ranks wait for the gradients of a backward pass that filled no bucket."""
+        """Raise if a backward pass filled no bucket although other ranks wait for its gradients."""
         is_averaged = (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
@@ -198,45 +198,45 @@ class CommunicatingDDP(_Base):
             )
 
     def _close_communication(self) -> None:
-        """Close the engine and end the communication of a fit."""
+        """Close the communication engine at the end of a training run."""
         self._comm.close(self.optimizers)
 
     # ---- failures ----------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start training like DDP, and from then on stop all ranks if any rank receives SIGTERM."""
+        """Start training like DDP, and let a SIGTERM to any rank stop all ranks."""
         super().on_train_start()
         self._failures.watch_sigterm(self._module.trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks like DDP, or return at once if this rank is failing.
+        """Wait for all ranks like DDP, unless an error has ended the run on this rank.
 
-        The other ranks would not reach the barrier.
+        Such a rank returns at once, because the other ranks would not reach the barrier.
         """
         if not self._failures.is_alone():
             with self._comm.waiting():
                 super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast an object like DDP, or return it unchanged if this rank is failing."""
+        """Broadcast an object like DDP, or return it unchanged if an error has ended the run on this rank."""
         if self._failures.is_alone():
             return obj
         with self._comm.waiting():
             return super().broadcast(obj, *args, **kwargs)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce a tensor like DDP, and record the time as waiting for other ranks."""
+        """Reduce a tensor over all ranks like DDP, and record the duration as waiting time."""
         with self._comm.waiting():
             return super().reduce(tensor, *args, **kwargs)
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Gather a tensor from all ranks like DDP, and record the time as waiting for other ranks."""
+        """Gather a tensor from all ranks like DDP, and record the duration as waiting time."""
         with self._comm.waiting():
             gathered: torch.Tensor = super().all_gather(tensor, *args, **kwargs)
             return gathered
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report an error to the other ranks, and name the rank that caused it."""
+        """Report an error to the other ranks, or name the rank that caused it."""
         # This comes first: DDP replaces torch's message by its advice, which the report below the traceback repeats.
         super().on_exception(exception)
         use_own_names(exception, strategy=type(self).__name__)

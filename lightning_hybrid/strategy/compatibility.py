@@ -1,4 +1,4 @@
-"""Table of options and features that cannot be combined, and errors made from it.
+"""Table of options and features that cannot be combined, and the errors that report them.
 
 A test compares the documentation page about options with the table.
 """
@@ -271,7 +271,7 @@ to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean()
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:
-    """Return the features of a topology that restrict options, such as nodes of unequal size."""
+    """Return features of the topology that conflict with some options, such as unequal node sizes."""
     if topology.ranks_per_node:
         return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
@@ -279,7 +279,7 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
-    """Return the features of a precision plugin that restrict options, such as a gradient scaler."""
+    """Return features of the precision plugin that conflict with some options, such as a `GradScaler`."""
     text = f"`precision` (={plugin.precision!r})"
     features: dict[str, str] = {}
     if plugin.precision == "64-true":
@@ -292,7 +292,7 @@ def in_precision(plugin: Any) -> dict[str, str]:
 
 
 def in_module(module: nn.Module) -> dict[str, str]:
-    """Return the features of a module's layers that restrict options, such as `SyncBatchNorm`."""
+    """Return features of a module's layers that conflict with some options, such as `SyncBatchNorm`."""
     features: dict[str, str] = {}
     for name, layer in module.named_modules():
         text = f"`{name or 'the module'}` (={type(layer).__name__})"
@@ -312,7 +312,7 @@ _EXCLUDING_CALLBACKS = (
 
 
 def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
-    """Return the callbacks that restrict options, such as `ModelPruning`."""
+    """Return the callbacks that conflict with some options, such as `ModelPruning`."""
     features: dict[str, str] = {}
     for callback in callbacks:
         for name in _EXCLUDING_CALLBACKS:
@@ -324,7 +324,7 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return the features of optimizers that restrict options, such as updates that need whole tensors.
+    """Return features of optimizers that conflict with some options, such as updates of full tensors.
 
     Args:
         optimizers: Optimizers to inspect.
@@ -378,7 +378,7 @@ Losses of `lightning_hybrid.contrastive` have the attribute `couples_the_batch`.
 
 
 def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
-    """Warn if gradients are accumulated for a contrastive loss, which compares samples of one batch."""
+    """Warn if gradients are accumulated although a loss compares the samples of a batch."""
     if accumulate_grad_batches <= 1:
         return
     coupled_types = _coupled_types(module)
@@ -393,7 +393,7 @@ def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> 
 
 
 def _coupled_types(layer: nn.Module) -> list[type]:
-    """Return the types of a layer and its sublayers that compare the samples of a batch with each other."""
+    """Return the types of loss layers that compare the samples of a batch with each other."""
     couples = getattr(layer, "couples_the_batch", None)
     if couples is False:  # a `GlobalBatch`, with any loss
         return []

@@ -1,12 +1,12 @@
-"""Validation, test and prediction in which every sample counts once: the option `exact_evaluation`.
+"""Validation, test and prediction in which every sample counts once (`exact_evaluation`).
 
 Ranks then have unequal numbers of samples. The following rules ensure that this makes no rank wait for another one:
 
     number of batches       is equal on all ranks, or one less if the last batch would contain only a repeated sample.
                             Each rank has at least one batch
     DDP's buffers           are broadcast in the first batch of an evaluation, which every rank has
-    collectives of users    between batches keep the last batch padded. `self.all_gather` of unequal shapes raises an
-                            error on all ranks
+    collectives of users    between batches keep the padding of the last batch. `self.all_gather` of unequal shapes
+                            raises an error on all ranks
     `self.log` at the end   reduces the same names on every rank. Batch sizes are averaged without rounding
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Evaluation state of a strategy, for loaders and collectives in validation, test and prediction.
+    """State of exact evaluation, for loaders and collectives in validation, test and prediction.
 
     Args:
         is_exact: Whether every sample counts once. False: as in `ddp`, which repeats some samples.
@@ -84,7 +84,7 @@ class Evaluation:
         return with_prefetcher(loader)
 
     def _obstacle_of(self, loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-        """Return the obstacle to skipping repeated samples of a loader, or None if there is none."""
+        """Return the reason why a loader must repeat samples, or None if it can skip the repeats."""
         from lightning_hybrid.data.exact_evaluation import Obstacle, obstacle_of
 
         obstacle = obstacle_of(loader, share)
@@ -102,7 +102,7 @@ class Evaluation:
 
     @property
     def _stage(self) -> str:
-        """Lightning's name of the evaluation stage in hooks and options: val, test or predict."""
+        """Name of the evaluation stage in hooks and options, which is val, test or predict."""
         return str(self._trainer.state.stage.dataloader_prefix)
 
     @property
@@ -111,7 +111,7 @@ class Evaluation:
         return limit
 
     def _runs_all(self, num_batches: int) -> bool:
-        """Return whether `limit_<stage>_batches` allows all batches of a loader with `num_batches`."""
+        """Return whether `limit_<stage>_batches` lets a loader run all of its `num_batches` batches."""
         if isinstance(self._limit, int):
             return self._limit >= num_batches
         return int(num_batches * self._limit) == num_batches
@@ -119,22 +119,22 @@ class Evaluation:
     # ---- user code that calls collectives ----------------------------------------------------
 
     def num_collectives(self) -> int:
-        """Return the number of collectives that this process has called.
+        """Return the number of collectives called by this process, except DDP's in evaluation steps.
 
-        DDP's own collectives in evaluation steps are not counted.
+        DDP calls collectives in evaluation steps to broadcast its buffers.
         """
         return _num_collectives() - self._num_of_ddp
 
     def num_before_step(self) -> int:
-        """Return the number of collectives that had been called when the last evaluation step began."""
+        """Return the number of collectives that preceded the latest evaluation step."""
         return self._num_before_step
 
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
-        """Return a context for an evaluation step that counts DDP's buffer broadcasts separately.
+        """Return a context for an evaluation step that excludes DDP's buffer broadcasts from the count.
 
         Args:
-            model: The module, wrapped in DDP during a fit.
+            model: The module, wrapped in DDP during `Trainer.fit`.
         """
         if not self.is_exact:
             yield
@@ -158,7 +158,7 @@ class Evaluation:
             handle.remove()
 
     def note_padding(self, share: EvaluationShare) -> None:
-        """Warn once that the last batch stays padded because user code calls collectives."""
+        """Warn once that the last batch repeats samples because user code calls collectives."""
         step = f"{self._stage}_step"
         if self._stage == "val":
             step = "validation_step"
@@ -169,7 +169,7 @@ class Evaluation:
         )
 
     def refuse_unequal_shapes(self, tensor: Any, group: Any) -> None:
-        """Raise if a tensor to gather has different shapes on different ranks.
+        """Raise if the tensors to gather have different shapes on different ranks.
 
         torch's all-gather needs equal shapes.
 
@@ -193,7 +193,7 @@ class Evaluation:
     # ---- self.log ----------------------------------------------------------------------------
 
     def to_reduce(self, tensor: Any, reduce_op: Any) -> Any:
-        """Convert an integer tensor to floating point if it is to be averaged in an exact evaluation.
+        """Convert an integer tensor to floating point if it is averaged in an exact evaluation.
 
         Lightning divides an averaged sum by the averaged number of samples. Without the conversion, that number would
         be rounded to an integer. Any other tensor is returned unchanged.
@@ -229,7 +229,7 @@ class Evaluation:
 
 
 def _num_collectives() -> int:
-    """Return the number of collectives that this process has called in all its process groups."""
+    """Return the number of collectives called by this process in all its process groups."""
     total = 0
     for group in dist.distributed_c10d._world.pg_map:
         for device_type in group._device_types:
@@ -248,7 +248,7 @@ def _can_count() -> bool:
 
 
 def _repeats(share: EvaluationShare) -> str:
-    """Return a clause for a warning that says how many samples count more than once."""
+    """Return a clause for a warning that states how many samples count more than once."""
     if share.num_repeats == 1:
         return f"1 sample of {share.num_samples} counts twice"
     if share.num_repeats <= share.num_samples:

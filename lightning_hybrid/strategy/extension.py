@@ -1,6 +1,6 @@
-"""Interface of extensions, which add features to one fit, and the description of the fit that they may read.
+"""Interface of strategy extensions, which add features to a training run.
 
-    created by `fit_extensions.build_extensions` in `setup`, after a spawn and in fits only, so that none is pickled
+    created by `fit_extensions.build_extensions` in `setup`, after a spawn and in `Trainer.fit` only, so never pickled
     before_optimizers -> engine_options -> after_setup -> [load] -> training_loader
     (before_batch -> step -> update -> before_training_step -> after_training_step -> backward)*
     before_validation -> in_validation, twice -> after_validation, before_train_end, [reading_module, save]*
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FitContext:
-    """Description of a fit that an extension may read during the fit and after it has ended.
+    """Description of a training run that an extension may read during the run and after its end.
 
     Attributes:
         module: The user's module.
@@ -56,25 +56,25 @@ class FitContext:
 
     @property
     def trainer(self) -> Any:
-        """Trainer of the fit."""
+        """Trainer of the run."""
         return self.module.trainer
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Current optimizers of the trainer.
 
-        Callbacks such as LearningRateFinder replace optimizers during a fit.
+        Callbacks such as LearningRateFinder replace optimizers during training.
         """
         optimizers: Sequence[Optimizer] = self.trainer.optimizers
         return optimizers
 
     @property
     def optimizer_steps(self) -> Sequence[OptimizerStepState]:
-        """Loss scale and step counters of each optimizer, or an empty sequence without half precision."""
+        """Loss scale and step counters of each optimizer, or an empty sequence without master weights."""
         return getattr(self.precision, "optimizer_steps", ())
 
     def outside_of_steps(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters are fp32, even during a training step."""
+        """Return a context in which parameters are fp32, even in the middle of a training step."""
         window: HalfPrecisionWindow | None = getattr(self.precision, "window", None)
         if window is None:
             return nullcontext()
@@ -83,12 +83,12 @@ class FitContext:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningFit(FitContext):
-    """Description of a running fit, with its communication engine and its module in DDP.
+    """Description of a training run in progress, with its communication engine and DDP module.
 
     Extensions must not keep the object, because it holds DDP's buckets.
 
     Attributes:
-        plan: The communication plan of the fit.
+        plan: The communication plan of the run.
         engine: The engine that averages gradients.
         hook_state: The state of DDP's communication hook.
         wrapped: The module in DDP. In a pipeline, the stages, which also have DDP's flag for the last backward.
@@ -101,15 +101,15 @@ class RunningFit(FitContext):
 
 
 class FitExtension:
-    """Base class of extensions, which add features to one fit through hooks that do nothing by default.
+    """Base class of strategy extensions, whose hooks by default do nothing.
 
-    A factory `factory(fit: FitContext)` creates the extension, and may raise an error to reject the fit.
+    A factory `factory(fit: FitContext)` creates the extension, and may raise an error to reject the run.
     """
 
     # ---- setup -------------------------------------------------------------------------------
 
     def before_optimizers(self, fit: FitContext) -> None:
-        """Change the module after its move to the device and before the optimizers are created.
+        """Modify the module after its move to the device and before the optimizers are created.
 
         May be collective.
         """
@@ -119,7 +119,7 @@ class FitExtension:
         return {}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Start the extension once DDP, the engine and the optimizers exist.
+        """Start the extension after DDP, the communication engine and the optimizers have been created.
 
         Called before a checkpoint is restored. May be collective.
         """
@@ -127,13 +127,13 @@ class FitExtension:
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
         """Restore the extension's own state from a checkpoint.
 
-        Called after the weights and before the optimizers are restored, also during a fit. Not collective.
+        Called after the weights and before the optimizers are restored, also during training. Not collective.
         """
 
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields this rank's state dict for the optimizer, given the full `state`."""
+        """Return a context that yields this rank's optimizer state dict, given the full `state`."""
         return nullcontext(state)
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
@@ -155,26 +155,26 @@ class FitExtension:
     def before_training_step(
         self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Run immediately before `training_step(*args, **kwargs)`, while parameters are still fp32.
+        """Run immediately before `training_step`, while the parameters are still fp32.
 
         May be collective.
         """
 
     def after_training_step(self, fit: RunningFit, output: Any) -> None:
-        """Run after a successful `training_step` that returned `output`.
+        """Run after `training_step` has returned without an error.
 
         May be collective.
         """
 
     def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run the backward pass with `run(loss)`, for this or a changed loss, and return its result."""
+        """Run the backward pass by calling `run` with the loss or a modified loss, and return the result."""
         return run(loss)
 
     def before_all_gather(self, fit: RunningFit) -> None:
-        """Run before `all_gather` of the module or the strategy, which an error raised here prevents."""
+        """Run before `all_gather` of the module or the strategy, and raise an error to prevent the call."""
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Run an optimizer step with `run()` and return its result.
+        """Run an optimizer step by calling `run()`, and return its result.
 
         `run()` executes the closure, the update and the hook `step` of later extensions.
 
@@ -191,7 +191,7 @@ class FitExtension:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run the closure and the optimizer update, in place of the default `run()`.
+        """Run the closure and the optimizer update, by default by calling `run()`.
 
         Called inside every `step`. `options` are the keyword arguments of `optimizer.step`.
         """
@@ -200,22 +200,22 @@ class FitExtension:
     # ---- hooks of the loop -------------------------------------------------------------------
 
     def before_validation(self, fit: RunningFit) -> None:
-        """Run before validation or the sanity check, ahead of all callbacks.
+        """Run before validation or the sanity check, ahead of the hooks of all callbacks.
 
         May be collective.
         """
 
     def in_validation(self, fit: RunningFit) -> None:
-        """Run at the start and end of a validation epoch, after all callbacks, which may set new weights.
+        """Run at the start and the end of a validation epoch, after the hooks of all callbacks.
 
-        May be collective.
+        Those hooks may set new weights. May be collective.
         """
 
     def after_validation(self, fit: RunningFit) -> None:
         """Run at the end of validation, after the hooks of callbacks and module."""
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Run before the end of training, ahead of all callbacks.
+        """Run before the end of training, ahead of the hooks of all callbacks.
 
         May be collective.
         """
@@ -223,7 +223,7 @@ class FitExtension:
     # ---- checkpoints and status --------------------------------------------------------------
 
     def reading_module(self, fit: RunningFit) -> AbstractContextManager[None]:
-        """Return a context in which the strategy reads the module's state dict.
+        """Return a context in which the strategy may read the module's state dict.
 
         Collective, unless this rank is failing.
         """
@@ -239,9 +239,10 @@ class FitExtension:
         return state
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
-        """Add the extension's own state to a checkpoint, next to "optimizer_states".
+        """Add the extension's own state to a checkpoint.
 
-        Also called after `end`. Collective, unless this rank is failing.
+        The state goes into a top-level entry, next to `optimizer_states`. Also called after `end`. Collective, unless
+        this rank is failing.
         """
 
     def status(self) -> Mapping[str, Any]:
@@ -251,19 +252,19 @@ class FitExtension:
     # ---- end ---------------------------------------------------------------------------------
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Handle a failure of this rank, before the engine reports it to the other ranks.
+        """Respond to an error on this rank, before the engine reports it to the other ranks.
 
         Also called after `end`. Other ranks no longer join collectives.
         """
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Stop the extension and release what `after_setup` created, even if it was only partly created.
+        """Stop the extension and release all that `after_setup` created, even if it did not complete.
 
         The engine still runs. Collective only without an error.
         """
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
-        """Restore the module to its state before `before_optimizers`.
+        """Undo the changes that `before_optimizers` made to the module.
 
         The engine is closed, and the module is in its own precision. Collective only without an error.
         """

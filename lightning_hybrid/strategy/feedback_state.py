@@ -1,11 +1,11 @@
-"""Extension for `Mean(error_feedback=True)`, which reports skipped steps and saves residuals in checkpoints.
+"""Extension for `Mean(error_feedback=True)`, which handles skipped steps and saves the residuals.
 
     checkpoint["error_feedback"]    `world_size`: number of ranks that wrote it
                                     `residuals`: float32 (nodes, *shape) by the name of each parameter
 
 Residuals have the unit of the sum of all ranks' gradients, unscaled. Row n is the rounding error that node n has not
-added yet. If the same number of nodes resumes, each node loads its own row and continues bit for bit. Otherwise every
-node loads the sum of all rows, divided by the number of nodes.
+added to its gradients yet. If the same number of nodes resumes, each node loads its own row and continues bit for bit.
+Otherwise every node loads the sum of all rows, divided by the number of nodes.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class Slab:
         self.first_block = first.first_block
 
     def has_room_for(self, entry: NumberedParameter) -> bool:
-        """Return whether the parameter fits into the slab's limit of `SLAB_NUMEL` elements."""
+        """Return whether the slab stays within `SLAB_NUMEL` elements if the parameter is added."""
         end = entry.first_block * BLOCK + num_reals(entry.parameter)
         return end - self.first_block * BLOCK <= SLAB_NUMEL
 
     @property
     def end_block(self) -> int:
-        """Index of the last codec block of the slab, plus one."""
+        """Index one past the last codec block of the slab."""
         last = self.parameters[-1]
         return last.first_block + num_blocks_of(num_reals(last.parameter))
 
     def rows(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name with a view of its values in the slab, in the parameter's shape."""
+        """Yield each parameter's name with a view of its values that has the parameter's shape."""
         for name, parameter, first_block in self.parameters:
             begin = (first_block - self.first_block) * BLOCK
             yield name, _view_as_parameter(values[begin:], parameter)
 
 
 def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> None:
-    """Raise if the strategy cannot determine whether the optimizer applied each averaged gradient.
+    """Raise if the strategy cannot know whether an optimizer step was applied or skipped.
 
     Raises:
         ValueError: Lightning's gradient scaler or user code decides which steps are skipped.
@@ -82,7 +82,7 @@ def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> N
 
 
 def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> Tensor:
-    """Return the residual of one node, given the residuals of all nodes in a checkpoint.
+    """Return one node's error-feedback residual, computed from the checkpoint's residuals of all nodes.
 
         same number of nodes    r_n <- growth * rows_n
         otherwise               r_n <- growth * sum(rows) / num_nodes
@@ -104,29 +104,29 @@ def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> 
 
 
 class ErrorFeedbackExtension(FitExtension):
-    """Extension for error feedback, which tracks skipped steps and saves and loads residuals.
+    """Extension for error feedback, which tracks skipped steps and saves and restores residuals.
 
     Args:
-        fit: The description of the fit.
+        fit: The description of the training run.
         saves: Whether checkpoints hold the residuals. An elastic run does not save them and begins with zeros.
     """
 
     def __init__(self, fit: FitContext, *, saves: bool = True) -> None:
         self._saves = saves
         refuse_unknown_outcomes(fit.precision, fit.module, may_skip=_step_state(fit) is not None)
-        # Both are kept after a fit, because a checkpoint may be saved later.
+        # Both are kept after a run, because a checkpoint may be saved later.
         self._feedback: ErrorFeedback | None = None
         self._blocks: BlockNumbers
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Store a reference to the residuals of DDP's hook, which exist if there are several nodes."""
+        """Store a reference to the error-feedback residuals, which exist if there are several nodes."""
         if fit.hook_state.feedback is not None:
             self._feedback = fit.hook_state.feedback
             self._blocks = fit.hook_state.blocks
             self._feedback.may_skip = _step_state(fit) is not None
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Pass the loss scale of the batch's gradients to the error feedback."""
+        """Pass the current loss scale to the error feedback, because residuals are stored unscaled."""
         if self._feedback is None:
             return
         state = _step_state(fit)
@@ -136,7 +136,7 @@ class ErrorFeedbackExtension(FitExtension):
         self._feedback.begin_step(scale)
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Run the optimizer step, and record for the error feedback if it was skipped."""
+        """Run the optimizer step, and record for the error feedback whether it was skipped."""
         outputs = run()
         if self._feedback is not None:
             state = _step_state(fit)
@@ -145,7 +145,7 @@ class ErrorFeedbackExtension(FitExtension):
         return outputs
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Drop the residuals, because other ranks may not join the collectives that gather them."""
+        """Discard the residuals, because other ranks may not join the collectives that gather them."""
         if fit.failures.ending_error is not None:
             self._feedback = None
 
@@ -177,7 +177,7 @@ class ErrorFeedbackExtension(FitExtension):
 
     @torch.no_grad()
     def collected(self, fit: FitContext) -> dict[str, Tensor]:
-        """Gather the residuals of all nodes on rank zero, as a dictionary by parameter name.
+        """Gather the residuals of all nodes on rank zero, in a dictionary keyed by parameter name.
 
         Other ranks get an empty dictionary.
 
@@ -202,7 +202,7 @@ class ErrorFeedbackExtension(FitExtension):
         return residuals
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Restore this node's residuals from a checkpoint, or keep zeros if it has none."""
+        """Restore this node's residuals from a checkpoint, or leave them zero if it contains none."""
         saved = checkpoint.get(KEY)
         if self._feedback is None or saved is None:
             return
@@ -240,7 +240,7 @@ class ErrorFeedbackExtension(FitExtension):
 
 
 def _view_as_parameter(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of the first values in the parameter's shape and memory layout."""
+    """Return a view of the first elements of `values` with the parameter's shape and memory layout."""
     row = values[: num_reals(parameter)]
     real = parameter.detach()
     if real.is_complex():
@@ -251,7 +251,7 @@ def _view_as_parameter(values: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _step_state(fit: FitContext) -> OptimizerStepState | None:
-    """Return the step state of the first optimizer, or None if overflow cannot skip steps."""
+    """Return the step state of the first optimizer, or None if no loss scale can skip steps."""
     states = fit.optimizer_steps
     if not states or states[0].loss_scale is None:
         return None

@@ -1,4 +1,4 @@
-"""Extensions of one fit, with their construction from the options and calls of their hooks in order."""
+"""Extensions of one training run, with their construction from the options and their hook calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_hybrid.strategy.extension import FitContext, FitExtension, Runnin
 
 
 class FitExtensions:
-    """Container of all extensions of one fit, which calls their hooks in order and ends them in reverse.
+    """Container of all extensions of one training run, which calls their hooks in order.
 
-    Without extensions every method does nothing.
+    It ends them in reverse order. Without extensions every method does nothing.
 
     Args:
-        fit: The description of the fit that extensions may read.
+        fit: The description of the run that extensions may read.
         members: The extensions, in the order of their calls.
     """
 
@@ -41,28 +41,28 @@ class FitExtensions:
 
     @property
     def fit(self) -> FitContext:
-        """Description of the fit that extensions may read."""
+        """Description of the training run that extensions may read."""
         assert self._fit is not None, "without extensions no hook needs the facts of a fit"
         return self._fit
 
     # ---- setup -------------------------------------------------------------------------------
 
     def before_optimizers(self) -> None:
-        """Call the hook `before_optimizers`, which may change the module, once for each extension."""
+        """Call `before_optimizers` of each extension once, which may modify the module."""
         while self._waiting:
             extension = self._waiting.pop(0)
             self._changed.append(extension)
             extension.before_optimizers(self.fit)
 
     def engine_options(self, plan: CommPlan) -> dict[str, Any]:
-        """Return the plan and the other engine arguments that the extensions request."""
+        """Return the communication plan and the other engine arguments that the extensions request."""
         options: dict[str, Any] = {"plan": plan}
         for extension in self.members:
             options |= extension.engine_options(self.fit, options["plan"])
         return options
 
     def begin(self, comm: Any, wrapped: Any) -> None:
-        """Start all extensions, and insert the callbacks that run their validation hooks.
+        """Start all extensions, and insert trainer callbacks that run their validation hooks.
 
         Collective: every rank must call it. If an extension raises an error, `end` ends this extension too.
 
@@ -99,26 +99,26 @@ class FitExtensions:
         trainer.callbacks[:] = [first, *trainer.callbacks, last]
 
     def training_loader(self, loader: Any) -> Any:
-        """Return the training loader after each extension had the chance to replace it."""
+        """Return the training loader after each extension has had the chance to replace it."""
         for extension in self.members:
             loader = extension.training_loader(self.fit, loader)
         return loader
 
-    # ---- during the fit ----------------------------------------------------------------------
+    # ---- during the run ----------------------------------------------------------------------
 
     def _running_members(self) -> list[tuple[FitExtension, RunningFit]]:
-        """Return pairs of a started extension and the running fit, or an empty list if no fit runs."""
+        """Return each started extension with the description of the run, or an empty list if none runs."""
         if self._running is None:
             return []
         return [(extension, self._running) for extension in self._begun]
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook without a result on each started extension, if a fit is running."""
+        """Call the named hook of each started extension and ignore its result, if training is running."""
         for extension, fit in self._running_members():
             getattr(extension, hook)(fit, *args)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run the backward pass inside the hooks of all extensions, with the first extension outermost."""
+        """Run the backward pass nested in the hooks of all extensions, with the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.backward, fit, run=run)
         return run(loss)
@@ -130,7 +130,7 @@ class FitExtensions:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run an optimizer step inside the hooks of all extensions, with the first extension outermost."""
+        """Run an optimizer step nested in the hooks of all extensions, with the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.update, fit, optimizer, closure, run, **options)
         for extension, fit in reversed(self._running_members()):
@@ -148,20 +148,20 @@ class FitExtensions:
 
     @contextmanager
     def reading_module(self) -> Iterator[None]:
-        """Enter the contexts in which the extensions allow the module's state dict to be read."""
+        """Return a context in which all extensions allow the module's state dict to be read."""
         with ExitStack() as stack:
             for extension, fit in self._running_members():
                 stack.enter_context(extension.reading_module(fit))
             yield
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full state dict of an optimizer, which extensions may gather from several ranks."""
+        """Return the full state dict of an optimizer, for which extensions may gather shards from ranks."""
         for extension, fit in self._running_members():
             state = extension.optimizer_state(fit, optimizer, state)
         return state
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the extensions' state to a checkpoint, unless it is a weights-only checkpoint."""
+        """Add the extensions' state to a checkpoint, unless the checkpoint contains weights only."""
         if "optimizer_states" not in checkpoint:
             return
         for extension in self._begun:
@@ -170,7 +170,7 @@ class FitExtensions:
     def load_optimizers(
         self, optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any], device: torch.device
     ) -> None:
-        """Restore the extensions' state, and the shard of each optimizer's state that this rank updates.
+        """Restore the extensions' state and, for each optimizer, the state that this rank holds.
 
         Args:
             optimizers: The optimizers, in the order of the checkpoint.
@@ -188,7 +188,7 @@ class FitExtensions:
     def _loading(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
-        """Enter the loading contexts of the extensions, and yield this rank's optimizer state dict to load."""
+        """Return a context that yields this rank's optimizer state dict, given the full `state`."""
         with ExitStack() as stack:
             for extension, fit in self._running_members():
                 state = stack.enter_context(extension.loading(fit, optimizer, state))
@@ -243,10 +243,10 @@ class FitExtensions:
 
 
 def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> None:
-    """Execute all calls, even if one of them raises an error.
+    """Call all functions, even if one of them raises an error.
 
-    If the fit has failed with `error`, errors of the calls become warnings, because the user has to see the error of
-    the fit. Otherwise the first error is raised, with the others as notes.
+    If the run has failed with `error`, errors of the calls become warnings, because the user has to see the error of
+    the run. Otherwise the first error is raised, with the others as notes.
     """
     raised: list[Exception] = []
     for call in calls:
@@ -287,12 +287,12 @@ def _hook_method(function: Callable[[], None]) -> Callable[..., None]:
 
 
 def build_extensions(strategy: Any) -> FitExtensions:
-    """Create the built-in and user extensions that a strategy's options request.
+    """Create the built-in and user-defined extensions that a strategy's options request.
 
     The built-in extensions come first.
 
     Raises:
-        ValueError: A constructor rejects the fit, or a factory returns an object that is not a `FitExtension`.
+        ValueError: A constructor rejects the run, or a factory returns an object that is not a `FitExtension`.
     """
     fit = FitContext(
         module=strategy.lightning_module,
@@ -319,8 +319,8 @@ def build_extensions(strategy: Any) -> FitExtensions:
 
 
 def _build_built_in(fit: FitContext, options: Any, *, saves_residuals: bool) -> list[FitExtension]:
-    """Create the extensions of the strategy's built-in options."""
-    # Modules are imported here, because a fit needs only the modules of its own options.
+    """Create the built-in extensions that the strategy's options and the module request."""
+    # Modules are imported here, because a run needs only the modules of its own options.
     extensions: list[FitExtension | None] = []
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
         from lightning_hybrid.strategy.node_slices.extension import node_slices_for

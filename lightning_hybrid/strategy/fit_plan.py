@@ -1,4 +1,4 @@
-"""Communication plan of a fit: a planner's choice, bucket sizes for DDP, the plan for Adasum and the line at start."""
+"""Communication plan of a training run, with bucket sizes for DDP and a description for the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask_planner(
     on_cuda: bool,
     across_nodes: torch.dtype | Codec | None = None,
 ) -> CommPlan:
-    """Return the communication plan that a planner chooses for the module's gradients.
+    """Return the communication plan that a planner chooses for the sizes of the module's gradients.
 
     All ranks get the same plan, because the choice does not depend on measurements.
 
@@ -61,7 +61,7 @@ def ask_planner(
 def bucket_caps_for_ddp(
     module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
 ) -> dict[str, Any]:
-    """Return the plan's bucket sizes as the keyword argument `bucket_cap_mb_list` of DDP.
+    """Return the plan's bucket sizes as DDP's keyword argument `bucket_cap_mb_list`.
 
     The result is empty if torch has no such argument or the user set it. On CUDA, if a plan leaves buckets to DDP, the
     list has DDP's own two sizes: the first bucket's size and the size of all other buckets.
@@ -140,7 +140,7 @@ def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -
 
 
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
-    """Return a hierarchical plan for Adasum, in which node leaders combine whole buckets.
+    """Return a hierarchical plan for Adasum, in which node leaders combine complete buckets.
 
     On one node the function returns None and warns, because gradients are averaged there.
 

@@ -1,4 +1,4 @@
-"""Base class of the strategies that trains in half precision on fp32 master weights, if the precision asks for it."""
+"""Base class of the strategies for half-precision training with fp32 master weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class HalfPrecisionDDP(CommunicatingDDP):
-    """Base DDP strategy that replaces Lightning's plain half precision by one with fp32 master weights.
+    """DDP strategy that adds fp32 master weights to Lightning's plain half precision.
 
-    With any other precision plugin, it is `CommunicatingDDP`.
+    With any other precision plugin, it works like `CommunicatingDDP`.
 
     Args:
         options: The validated options of the strategy, with the loss scale for `"16-true"`.
@@ -41,12 +41,12 @@ class HalfPrecisionDDP(CommunicatingDDP):
 
     @property
     def precision_plugin(self) -> Precision:
-        """Precision plugin in use, which Lightning's `trainer.precision` reads."""
+        """Precision plugin of the strategy, from which Lightning reads `trainer.precision`."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        """Set the precision plugin, with fp32 master weights in place of Lightning's plain half precision."""
+        """Set the precision plugin, replacing plain half precision by one with fp32 master weights."""
         loss_scale = self._options.loss_scale
         self._precision_plugin = with_masters(plugin, self._precision_type, loss_scale)
         self._masters.plugin = self._precision_plugin
@@ -63,7 +63,7 @@ class HalfPrecisionDDP(CommunicatingDDP):
         return self._masters.status() | super()._run_status_fields()
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Connect the module like DDP, and connect the precision plugin to the strategy."""
+        """Connect the strategy to the module like DDP, and connect the precision plugin to the strategy."""
         if model.trainer.state.fn == "fit":
             refuse_other_accumulation(model.trainer.accumulate_grad_batches)
             warn_of_unused_loss_scale(self._options.loss_scale, self.precision_plugin)
@@ -74,22 +74,25 @@ class HalfPrecisionDDP(CommunicatingDDP):
         super().connect(model)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Finish DDP's work for a backward pass, unless the precision plugin has already done so."""
+        """Finish DDP's gradient averaging after a backward pass, unless the precision plugin has done so."""
         if self._half is None:
             self._flush_backward(closure_loss)
 
     def _flush_backward(self, closure_loss: torch.Tensor) -> None:
-        """Finish DDP's work for a backward pass, after which gradients are averaged."""
+        """Finish DDP's gradient averaging after a backward pass."""
         self._comm.enter(self._phase_unless_manual(Phase.OPTIMIZER))
         super().post_backward(closure_loss)
 
     def _phase_unless_manual(self, phase: Phase) -> Phase:
-        """Return `phase`, or `Phase.FORWARD` in manual optimization, where steps run in `training_step`."""
+        """Return `phase` in automatic optimization, and `Phase.FORWARD` in manual optimization.
+
+        In manual optimization, optimizer steps run within `training_step`.
+        """
         if self._module.automatic_optimization:
             return phase
         return Phase.FORWARD
 
     def on_train_end(self) -> None:
-        """End training like DDP, run deferred LR schedules, and raise after too many overflows in a row."""
+        """Run DDP's hook, then deferred learning-rate schedules, and raise after too many overflows."""
         super().on_train_end()
         self._masters.on_train_end()

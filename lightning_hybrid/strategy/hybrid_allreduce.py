@@ -1,4 +1,4 @@
-"""Strategy `hybrid_allreduce`, which connects precision, communication and loaders to Lightning's DDP strategy."""
+"""Strategy `hybrid_allreduce`, which adds precision, communication and loaders to Lightning's DDP."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class HybridAllReduce(HalfPrecisionDDP):
         comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`.
         loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a
             `LossScale`.
-        report: Communication trace and link rate for reports: `Report(...)`.
+        report: Communication trace and link bandwidth for reports: `Report(...)`.
         extensions: Factories of `FitExtension`, such as their classes. Their extensions run after
             the built-in ones.
         uneven_batches: What happens if the training loader of a rank ends before the others:
             `"error"` raises an error that names the rank. With `"join"` the rank takes part in the
             remaining steps of the epoch with zero gradients, and gradients are averaged over the
-            samples that were really read.
+            samples that were actually read.
         exact_resume: Whether a `DataLoader` resumes in the middle of an epoch with exactly the
             remaining samples. False: as in `ddp`.
         exact_evaluation: Whether every sample counts once in validation, test and prediction. False:
@@ -132,7 +132,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         )
         self._evaluation = Evaluation(options.exact_evaluation)
         self._loaders: TrainingLoaders = self._loaders_type(exact_resume, self._evaluation)
-        # The extensions of the last fit are kept until the next one begins, because a checkpoint may still be saved.
+        # The extensions of the last run are kept until the next one begins, because a checkpoint may still be saved.
         self._extensions = FitExtensions()
         self._averaged_parameters: set[int] | None = None  # by `id`
         super().__init__(
@@ -168,18 +168,18 @@ class HybridAllReduce(HalfPrecisionDDP):
             self._failures.end_setup()  # The engine's watchdog names missing ranks from here on.
 
     def _hidden(self) -> AbstractContextManager[None]:
-        """Return a context that hides layers of other ranks while the module is moved to the device."""
+        """Return a context in which device moves skip layers that belong to other ranks."""
         return nullcontext()
 
     def model_to_device(self) -> None:
-        """Move the module to the device, run extension hooks and create half-precision copies."""
+        """Move the module to the device, let extensions modify it, and create half-precision copies."""
         with self._hidden():
             super().model_to_device()
         self._extensions.before_optimizers()
         self._masters.follow_device(self.root_device)
 
     def configure_ddp(self) -> None:
-        """Wrap the module in DDP with the planned buckets, and record the parameters that DDP averages."""
+        """Wrap the module in DDP with the planned bucket sizes, and record the averaged parameters."""
         assert isinstance(self.model, nn.Module)
         self._averaged_parameters, ignored = trained_parameters(self.model)
         if self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -191,13 +191,13 @@ class HybridAllReduce(HalfPrecisionDDP):
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers, and raise if one has parameters outside the module."""
+        """Create the optimizers, and raise if one of them has parameters outside the module."""
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader with exact resume or evaluation and with prefetching to the device.
+        """Return a loader with prefetching, and with exact resume or exact evaluation if enabled.
 
         Batches are not prefetched to the device if hooks of the user move them.
         """
@@ -207,19 +207,19 @@ class HybridAllReduce(HalfPrecisionDDP):
     # ---- step --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start training like DDP, and set the loaders and counters of a resumed fit."""
+        """Start training like DDP, and restore loader positions and batch counters of a resumed run."""
         super().on_train_start()
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Prepare extensions and communication for a batch, and raise if SIGTERM ends this rank."""
+        """Prepare extensions and communication for a batch, and raise if a SIGTERM ends this rank."""
         super().on_train_batch_start(batch, batch_idx)
         self._extensions.call("before_batch", batch_idx)
         self._failures.before_batch()
         self._comm.before_batch(self.lightning_module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's `training_step` on half-precision parameters, with the hooks of extensions.
+        """Run the user's `training_step` with half-precision parameters and the hooks of extensions.
 
         If the step returns no loss, the fp32 parameters are restored here, because no backward will do so.
         """
@@ -245,7 +245,7 @@ class HybridAllReduce(HalfPrecisionDDP):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run an optimizer step with extension hooks, and raise if a trained parameter is not averaged."""
+        """Check that all trained gradients are averaged, then run the optimizer step with extension hooks."""
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
@@ -255,34 +255,34 @@ class HybridAllReduce(HalfPrecisionDDP):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's `validation_step` like DDP, and track its collectives for exact evaluation."""
+        """Run the user's `validation_step`, and count its collectives for exact evaluation."""
         with self._evaluation.step(self.model):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's `test_step` like DDP, and track its collectives for exact evaluation."""
+        """Run the user's `test_step`, and count its collectives for exact evaluation."""
         with self._evaluation.step(self.model):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's `predict_step` like DDP, and convert half-precision outputs to fp32."""
+        """Run the user's `predict_step`, and convert half-precision outputs to fp32."""
         with self._evaluation.step(self.model):
             return self._masters.to_fp32(super().predict_step(*args, **kwargs))
 
     def on_validation_end(self) -> None:
-        """End validation like DDP, after the `after_validation` hooks of extensions."""
+        """Call the `after_validation` hooks of extensions, then DDP's `on_validation_end`."""
         self._extensions.call("after_validation")
         super().on_validation_end()
 
     # ---- values of all ranks -----------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor like DDP, but average integers as floating-point numbers in an exact evaluation."""
+        """Reduce a tensor over ranks, converting integers to floats if exact evaluation averages them."""
         tensor = self._evaluation.to_reduce(tensor, reduce_op)
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather a tensor from all ranks like DDP, unless an extension or exact evaluation forbids it."""
+        """Gather a tensor from all ranks, unless an extension or exact evaluation raises an error."""
         self._extensions.call("before_all_gather")
         self._evaluation.refuse_unequal_shapes(tensor, group)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
@@ -290,7 +290,7 @@ class HybridAllReduce(HalfPrecisionDDP):
     # ---- checkpoints -------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict in fp32, even during a step.
+        """Return the module's state dict in fp32, even in the middle of a step.
 
         Collective if an extension gathers state from other ranks.
         """
@@ -298,37 +298,37 @@ class HybridAllReduce(HalfPrecisionDDP):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint with the state of extensions and loaders, unless the engine has failed on CUDA."""
+        """Save a checkpoint with extension and loader state, or raise if the engine has failed on CUDA."""
         refuse_after_failure(self._comm.engine)
         self._loaders.save(checkpoint, is_alone=self._failures.is_failing())
         self._extensions.save(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint like DDP, and store the states of loaders for the resumed fit."""
+        """Load a checkpoint, and store its loader states for the resumed run."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._loaders.load(checkpoint)
         return checkpoint
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state dict of an optimizer, after deferred schedules have set its learning rate."""
+        """Return an optimizer's full state dict, after deferred learning-rate schedules have run."""
         self._masters.run_deferred_schedules()
         return self._extensions.optimizer_state(optimizer, super().optimizer_state(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers from a checkpoint, or only this rank's shards if the update is sharded."""
+        """Restore the optimizers from a checkpoint, with this rank's shards if the update is sharded."""
         self._extensions.load_optimizers(self.optimizers, checkpoint, self.root_device)
 
     # ---- end ---------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Restore fp32 parameters, and report an error to extensions and to the other ranks."""
+        """Restore fp32 parameters, then report an error to the extensions and the other ranks."""
         self._masters.close_window()
         self._extensions.failed(exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Tear down the extensions, the engine, the master weights and DDP, in this order."""
+        """Tear down extensions, engine, master weights and DDP in this order."""
         try:
             self._extensions.end(self._failures.ended_by)
         finally:
@@ -345,6 +345,6 @@ class HybridAllReduce(HalfPrecisionDDP):
                         super().teardown()
 
     def _put_back(self) -> None:
-        """Let extensions restore the module to its state before the fit."""
+        """Let extensions restore the module to its state before the run."""
         self._averaged_parameters = None
         self._extensions.put_back(self._failures.ended_by)

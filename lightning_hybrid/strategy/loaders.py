@@ -1,4 +1,4 @@
-"""Data loaders of a fit, with exact resume of the user's own loaders and prefetching to the device."""
+"""Data loaders of a strategy, with exact resume of the user's own loaders and prefetching."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _KEY = "exact_resume"
 
 
 class TrainingLoaders:
-    """Manager of a strategy's training loaders, which finds the batch at which a resumed fit continues.
+    """Manager of a strategy's training loaders, which finds the batch at which a resumed run continues.
 
-    It is the `Reader` of these loaders.
+    It implements the interface `Reader`, from which exact loaders learn the position in training.
 
     Args:
         exact_resume: Whether a user's own `DataLoader` resumes exactly.
@@ -42,7 +42,7 @@ class TrainingLoaders:
         is_on: Whether a user's own `DataLoader` resumes exactly.
     """
 
-    sets_epochs = False  # Lightning's loop sets epochs, and hooks of users may.
+    sets_epochs = False  # Lightning's training loop sets the epochs of samplers.
 
     def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:
         self.rank = 0
@@ -51,10 +51,11 @@ class TrainingLoaders:
         self.is_on = exact_resume
         self._evaluation = evaluation
         self._trainer: Any = None
+        # Function through which extensions replace a prepared training loader.
         self._replace: Callable[[Any], Any] = _unchanged
         # The states in the checkpoint, with None for loaders that save their own state through Lightning.
         self._states: list[dict[str, Any] | None] | None = None
-        # The loaders that `process` has returned, until training starts.
+        # The training loaders that `process` has returned, kept until training starts to detect replaced loaders.
         self._processed: list[Any] = []
         self._start: Place | None = None
         self._accumulated_before = 1
@@ -68,7 +69,7 @@ class TrainingLoaders:
         share: Mapping[str, int],
         replace: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Reset the state for a new fit, and determine the seed of the loaders.
+        """Reset the state for a new training run, and determine the random seed of the loaders.
 
         Collective if several ranks read the same data: every rank must call it.
 
@@ -162,7 +163,19 @@ class TrainingLoaders:
     def _wrap_training_loader(
         self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]
     ) -> Any:
-        """Wrap a training loader for exact resume, if it supports that, and in a prefetcher."""
+        """Return a training loader with prefetching, and with exact resume if it is enabled and supported.
+
+        The user's loader is wrapped in this order:
+
+        1. `exact` adds exact resume. Before that, `uncount_cut_epoch` corrects the trainer's epoch counters if the
+           checkpoint's last epoch ended early, for example because of `max_steps`. Lightning counts such an epoch as
+           finished, so a resumed run would skip its remaining samples.
+        2. The prefetcher moves batches to the device in advance, unless user code moves them.
+        3. `_replace` lets extensions replace the loader, for example to join uneven batches.
+
+        Until training starts, the result is also stored in `_processed`. `_refuse_replaced_loaders` then checks that
+        training uses these loaders and not others that user code has put in their place, whose positions are unknown.
+        """
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
         from lightning_hybrid.data.place import IteratorsOfTraining
@@ -171,6 +184,7 @@ class TrainingLoaders:
             uncount_cut_epoch(trainer)
             loader = exact(loader, self)
         loader = self._replace(with_prefetcher(loader, IteratorsOfTraining(trainer)))
+        # Loaders that Lightning reloads after the start of training are not checked.
         if not self._has_started:
             self._processed.append(loader)
         return loader
@@ -183,13 +197,13 @@ class TrainingLoaders:
         return int(self._trainer.accumulate_grad_batches)
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop, rather than user code, holds this iterator."""
+        """Return whether the training loop, as opposed to user code, holds this iterator."""
         from lightning_hybrid.data.place import is_held_by_training
 
         return is_held_by_training(self._trainer, holder)
 
     def is_within_training(self) -> bool:
-        """Return whether the training loop is currently reading loaders."""
+        """Return whether the training loop has started to read its loaders."""
         return self._trainer.fit_loop._data_fetcher is not None
 
     @property
@@ -206,12 +220,12 @@ class TrainingLoaders:
             return []
         return list(combined_loader.flattened)
 
-    # ---- start of a fit ----------------------------------------------------------------------
+    # ---- start of a run ----------------------------------------------------------------------
 
     def place_of(self, resume: ExactResume) -> Place:
         """Return the epoch and batch at which training starts to iterate over a loader.
 
-        They follow from the counters of the training loop.
+        Both are computed from the counters of the training loop.
         """
         from lightning_hybrid.data.place import Place
 
@@ -240,7 +254,7 @@ class TrainingLoaders:
         return has_several and combined_loader._mode == "max_size_cycle"
 
     def _next_place(self, resume: ExactResume) -> Place:
-        """Return the position of the next epoch's start, or of a restart within the current epoch."""
+        """Return the position of the next epoch, or of the next pass over a loader within the epoch."""
         from lightning_hybrid.data.place import Place
 
         fit = self._trainer.fit_loop
@@ -251,7 +265,7 @@ class TrainingLoaders:
         return Place(epoch, resume.current.place.cycle + 1)
 
     def _load_states(self) -> None:
-        """Load the states of the checkpoint into the existing training loaders, if a fit resumes."""
+        """Load the loader states of the checkpoint into the existing training loaders on resume."""
         states = [state for state in self._states or () if state is not None]
         self._states = None
         if not self._trainer.fit_loop.is_resuming:
@@ -267,7 +281,7 @@ class TrainingLoaders:
             )
 
     def _resumed_start(self) -> Place:
-        """Return the epoch in which a resumed fit continues and its number of finished batches.
+        """Return the epoch in which a resumed run continues and the number of its finished batches.
 
         The batches are counted in the batch size of this run.
 
@@ -290,9 +304,9 @@ class TrainingLoaders:
         return self._start
 
     def _set_accumulation_of(self, epoch: int) -> None:
-        """Set the number of accumulated batches that `GradientAccumulationScheduler` schedules for an epoch.
+        """Apply the number of accumulated batches that `GradientAccumulationScheduler` sets for an epoch.
 
-        The callback itself acts only at the start of an epoch, which a resumed fit may skip.
+        The callback itself acts only at the start of an epoch, which a resumed run may skip.
         """
         for callback in self._trainer.callbacks:
             if isinstance(
@@ -301,7 +315,7 @@ class TrainingLoaders:
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
 
     def _batches_after(self, resumed: ResumedPlace) -> int:
-        """Return the number of batches of this run that contain the samples read before the interruption."""
+        """Return the number of finished batches of the epoch, converted to the batch size of this run."""
         num_done = resumed.batches_done
         if num_done == 0:
             return 0
@@ -320,7 +334,7 @@ class TrainingLoaders:
         return numbers[0]
 
     def _length_of_finished_epoch(self, num_done: int) -> int:
-        """Return the number of batches of this run in an epoch that the interrupted run finished.
+        """Return the length of an already finished epoch, in batches of this run's batch size.
 
         With another batch size, the last step of the epoch may have a different number of batches.
         """
@@ -331,7 +345,7 @@ class TrainingLoaders:
         return num_done
 
     def on_train_start(self) -> None:
-        """Correct the batch counters of a resumed fit, and warn if the resume is inexact.
+        """Correct the batch counters of a resumed run, and warn if the resume is inexact.
 
         Loaders of `lightning_hybrid.data` correct the counters in the same way.
         """
@@ -359,7 +373,7 @@ class TrainingLoaders:
                 )
                 count_batches_as(trainer, num_before, start.batches)
             reload_period = trainer.reload_dataloaders_every_n_epochs
-            if reload_period > 1:  # Lightning counts from the epoch in which a fit begins.
+            if reload_period > 1:  # Lightning counts from the epoch in which a run begins.
                 fit._last_train_dl_reload_epoch = start.epoch - start.epoch % reload_period
             self._warn_without_state(start)
             self._warn_of_caveats()
@@ -405,7 +419,7 @@ class TrainingLoaders:
             )
 
     def _warn_of_caveats(self) -> None:
-        """Warn once about state of training loaders that is restored inexactly or slowly."""
+        """Warn once about training loaders whose state is restored inexactly or slowly."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -419,7 +433,7 @@ class TrainingLoaders:
     # ---- checkpoints -------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], *, is_alone: bool) -> None:
-        """Move the loaders' states in a checkpoint to a separate entry with the states of all ranks.
+        """Move the loaders' states in a checkpoint to a separate entry that contains all ranks' states.
 
         Collective, unless `is_alone`: every rank must call it.
 
@@ -444,7 +458,7 @@ class TrainingLoaders:
             self._warn_of_caveats()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Store the loaders' states of a checkpoint, and rebuild Lightning's own list of these states."""
+        """Store the loader states of a checkpoint, and restore Lightning's own list of these states."""
         self._states = None
         if self.is_on:
             self._states = checkpoint.get(_KEY)

@@ -1,4 +1,4 @@
-"""Checks that the loss of a rank depends on trained parameters, whose gradients other ranks wait for."""
+"""Checks that the loss of a rank depends on parameters whose gradients other ranks wait for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Raise before backward if the loss does not require a gradient.
+    """Raise before the backward pass if the loss does not require a gradient.
 
     Raises:
-        RuntimeError: The loss requires no gradient. The error names the rank, for whose gradients the others would
-            wait.
+        RuntimeError: The loss requires no gradient. The error names this rank. The other ranks would wait for its
+            gradients.
     """
     if isinstance(loss, Tensor) and not loss.requires_grad:
         raise RuntimeError(
@@ -25,10 +25,13 @@ def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) ->
 
 
 def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Raise after a backward pass that filled no bucket if the loss depends on no parameter.
+    """Raise if the autograd graph of a loss reaches no parameter.
+
+    It is called after a backward pass that filled no gradient bucket.
 
     Raises:
-        RuntimeError: The loss depends on none. The error names the rank, for whose gradients the others would wait.
+        RuntimeError: The loss depends on no parameter. The error names this rank. The other ranks would wait for its
+            gradients.
     """
     if not depends_on_parameter(loss):
         raise RuntimeError(

@@ -33,7 +33,7 @@ _PLAIN_HALF_PRECISION = (
 def with_masters(
     plugin: Any, plugin_type: type[Masters], loss_scale: str | float | LossScale | None
 ) -> Any:
-    """Replace Lightning's plain half-precision plugin by one with fp32 master weights.
+    """Return a plugin with fp32 master weights in place of Lightning's plain half-precision plugin.
 
     Any other plugin is returned unchanged.
     """
@@ -45,7 +45,7 @@ def with_masters(
 
 
 class MasterWeights:
-    """Adapter through which a strategy uses half precision on fp32 master weights.
+    """Adapter between a strategy and a precision plugin with fp32 master weights.
 
     With any other precision plugin, the methods do nothing.
 
@@ -59,27 +59,27 @@ class MasterWeights:
 
     @property
     def half(self) -> MasterWeightMixin | None:
-        """Precision plugin, if it trains in half precision on fp32 master weights, or None."""
+        """Precision plugin if it trains with fp32 master weights, or else None."""
         if isinstance(self.plugin, MasterWeightMixin):
             return self.plugin
         return None
 
     @property
     def window(self) -> HalfPrecisionWindow | None:
-        """Object that holds the module's fp32 and half-precision parameters during a run, or None."""
+        """Half-precision window that swaps the module's fp32 and half-precision parameters, or None."""
         if self.half is None:
             return None
         return self.half.window
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of forward and backward during a run in half precision, or None."""
+        """Data type of the forward and backward pass in half-precision training, or None."""
         if self.window is None:
             return None
         return self.window.dtype
 
     def status(self) -> dict[str, Any]:
-        """Return the fields of `RunStatus` about precision: loss scales, step counters and parameters."""
+        """Return the precision fields of `RunStatus`, such as loss scales and step counters."""
         optimizer_steps: Any = ()
         if self.half is not None:
             optimizer_steps = self.half.optimizer_steps
@@ -98,7 +98,7 @@ class MasterWeights:
         get_wrapped: Callable[[], Any],
         flush_backward: Callable[[Tensor], object],
     ) -> None:
-        """Connect the precision plugin to the strategy, which determines the last backward of each step.
+        """Connect the precision plugin to the strategy, which tells it when DDP averages gradients.
 
         Args:
             module: The user's module.
@@ -113,7 +113,7 @@ class MasterWeights:
         refuse_two_precisions(module.trainer, self.half)
 
         def is_last_backward_of_step() -> bool:
-            # DDP sets its flag to False for all batches of a step except the last one. It averages after that one only.
+            # DDP averages gradients only in the last backward of a step. For all others Lightning clears this flag.
             return getattr(get_wrapped(), "require_backward_grad_sync", True)
 
         self.half.connect_strategy(
@@ -121,13 +121,13 @@ class MasterWeights:
         )
 
     def follow_device(self, device: torch.device) -> None:
-        """Create the half-precision copies of the parameters on `device`."""
+        """Create the half-precision copies of the module's parameters on a device."""
         self._has_rebuilt_buckets = False
         if self.half is not None:
             self.half.follow_device(device)
 
     def broadcast(self, module: nn.Module, ignored: set[str]) -> None:
-        """Broadcast the fp32 weights of rank zero to all ranks, except ignored parameters.
+        """Broadcast rank zero's fp32 weights to all ranks, except ignored parameters.
 
         Collective in half precision: every rank must call it.
         """
@@ -135,7 +135,7 @@ class MasterWeights:
             self.window.broadcast_(module, ignored)
 
     def opened(self) -> AbstractContextManager[Any]:
-        """Return a context in which the module's parameters are the half-precision copies."""
+        """Return a context in which the module's parameters are their half-precision copies."""
         if self.window is None:
             return nullcontext()
         return self.window.opened()
@@ -143,7 +143,20 @@ class MasterWeights:
     # ---- step --------------------------------------------------------------------------------
 
     def rebuild_buckets(self, model: Any) -> None:
-        """Let DDP rebuild its buckets once per setup, while fp32 gradients are hidden from its rounding."""
+        """Let DDP rebuild its gradient buckets once, without rounding existing fp32 gradients.
+
+        After its first backward pass, DDP rebuilds its buckets in the order in which gradients became ready. By default
+        it does so at the beginning of a later forward pass. `p.grad` may then hold accumulated fp32 gradients, which
+        DDP would round to half precision as it moves them into the new buckets. This method therefore rebuilds the
+        buckets before the forward pass and hides the gradients (sets them to None) meanwhile.
+
+        The strategy calls the method before every training step. It does nothing without half precision, without DDP,
+        or after DDP has rebuilt the buckets. DDP does not rebuild them before its first backward pass, or if it
+        searches for unused parameters.
+
+        Args:
+            model: The current module, which may be wrapped in DDP.
+        """
         is_due = self.window is not None and not self._has_rebuilt_buckets
         if not is_due or not torch.is_grad_enabled():
             return
@@ -151,20 +164,21 @@ class MasterWeights:
             assert self.half is not None
             assert self.half.gradients is not None
             with self.half.gradients.hidden(list(model.parameters())):
+                # DDP returns True only when it has rebuilt the buckets, which it does once per setup.
                 self._has_rebuilt_buckets = model.reducer._rebuild_buckets()
 
     def close_window(self) -> None:
-        """Switch the module's parameters back to fp32."""
+        """Switch the module's parameters from half-precision copies back to fp32."""
         if self.half is not None:
             self.half.close_window()
 
     def run_deferred_schedules(self) -> None:
-        """Run the deferred learning-rate schedules, which wait to see if the step was skipped."""
+        """Run the learning-rate schedules that wait until it is known whether the step was skipped."""
         if self.half is not None:
             self.half.run_deferred_schedules()
 
     def to_fp32(self, outputs: Any) -> Any:
-        """Convert half-precision tensors in a model's outputs to fp32."""
+        """Convert half-precision tensors in a module's outputs to fp32."""
         if self.window is None:
             return outputs
         return self.window.hooks.to_fp32(outputs)
@@ -172,11 +186,11 @@ class MasterWeights:
     # ---- end ---------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """Run deferred learning-rate schedules, and raise after too many overflows in a row."""
+        """Run deferred learning-rate schedules, and raise after too many consecutive overflows."""
         if self.half is not None:
             self.half.on_train_end()
 
     def end_run(self) -> None:
-        """Restore the module's fp32 weights permanently at the end of a run."""
+        """Restore the module's fp32 parameters at the end of a run."""
         if self.half is not None:
             self.half.end_run()

@@ -34,7 +34,7 @@ for _short_name, _name in _NAMES.items():
 
 @runtime_checkable
 class Planner(Protocol):
-    """Interface of objects that choose a communication plan when training starts, such as `Cluster`.
+    """Interface of planners, which choose a communication plan when training starts.
 
     `planning.model.cluster.Cluster` implements it.
     """
@@ -65,14 +65,14 @@ class OptionValue:
 
 
 class BetweenNodes(OptionValue):
-    """Base class of options for the exchange between nodes: `Mean`, `Adasum` and `LocalSteps`."""
+    """Base class of options for communication between nodes, such as `Mean` and `LocalSteps`."""
 
     # This is not a dataclass, so that LightningCLI asks for a class and keeps it. From a union of dataclasses it would
     # choose the first one that fits.
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """Dtype or codec of data sent between nodes, or None for the dtype used inside a node."""
+        """Data type or codec between nodes, or None for the data type used inside a node."""
         return None
 
 
@@ -113,7 +113,7 @@ class Mean(BetweenNodes):
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """Dtype or codec of gradients sent between nodes, or None for the dtype used inside a node."""
+        """Data type or codec of gradients between nodes, or None for the data type used inside a node."""
         dtype = _on_wire(self.dtype)
         if isinstance(dtype, Codec):
             return replace(dtype, error_feedback=self.error_feedback)
@@ -184,15 +184,15 @@ class LocalSteps(BetweenNodes):
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """Dtype or codec of weight differences between nodes, and of gradients before `from_step`."""
+        """Data type or codec of weight differences between nodes, and of gradients before `from_step`."""
         return _on_wire(self.dtype)
 
     def end_at(self, num_steps: int) -> bool:
-        """Return whether nodes average their weights after the run's first `num_steps` optimizer steps."""
+        """Return whether nodes average their weights after `num_steps` optimizer steps of the run."""
         return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
 
     def num_periods(self, num_steps: int) -> int:
-        """Return how often nodes have averaged weights after the first `num_steps` optimizer steps."""
+        """Return the number of weight averages in the first `num_steps` optimizer steps."""
         return max(0, num_steps - self.from_step) // self.every
 
     @property
@@ -234,7 +234,7 @@ class Comm(OptionValue):
 
     @property
     def on_wire(self) -> torch.dtype | None:
-        """Dtype in which gradients are sent, or None for the gradients' own dtype."""
+        """Data type in which gradients are sent, or None for the gradients' own data type."""
         return dtype_from(self.dtype, name="comm.dtype")
 
     @property
@@ -278,7 +278,7 @@ class Comm(OptionValue):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report(OptionValue):
-    """Options for reports about communication.
+    """Options for communication timelines and link metrics.
 
     Args:
         trace_dir: Folder for a timeline of every bucket and stage, `rank<r>.json`, for Perfetto. None: no timeline.
@@ -309,7 +309,7 @@ class Report(OptionValue):
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
-    """Raise unless an argument is an instance of one of the given dataclasses.
+    """Raise unless an argument is an instance of one of the given option classes.
 
     Args:
         name: The name of the argument.
@@ -337,7 +337,7 @@ def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) 
 
 
 def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
-    """Return source text of the option object that the user probably meant, or None.
+    """Return source code of the option object that the user probably meant, or None.
 
     The value may be a class, the name of a class, a mapping of fields or the value of one field.
     """
@@ -365,7 +365,7 @@ _EXAMPLES: dict[type, str] = {LocalSteps: "LocalSteps(every=8)"}
 def dtype_from(
     setting: str | torch.dtype | None, *, name: str, further_choices: tuple[str, ...] = ()
 ) -> torch.dtype | None:
-    """Convert the name of a dtype in an option to a `torch.dtype`.
+    """Convert the name of a data type in an option to a `torch.dtype`.
 
     Args:
         setting: The value of the option. None is returned unchanged.
@@ -393,7 +393,7 @@ def dtype_from(
 
 
 def _on_wire(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:
-    """Convert a value of `between_nodes.dtype` to a dtype or a codec."""
+    """Convert a value of `between_nodes.dtype` to a data type or a codec."""
     name = str(setting).removeprefix("torch.")
     if name == "int8":
         return Codec(bits=8)

@@ -45,7 +45,7 @@ _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": 
 
 
 def register_everywhere() -> None:
-    """Register the strategies' names with every Lightning package, at once or when it is imported."""
+    """Register the strategies in every Lightning package, at once or when the package is imported."""
     for name in _REGISTRIES:
         if name in sys.modules:
             _register(sys.modules[name])
@@ -53,7 +53,7 @@ def register_everywhere() -> None:
 
 
 def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> None:
-    """Register a strategy's name and the variants that `ddp` has, such as `_spawn` and `_notebook`.
+    """Register a strategy's name and its variants, such as `_spawn` and `_notebook`, in a registry.
 
     Args:
         registry: The registry of a Lightning package.
@@ -79,7 +79,7 @@ def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> N
 
 
 def _register(module: ModuleType) -> None:
-    """Register the names of this package's strategies in the registry of a Lightning module."""
+    """Register this package's strategies in the registry of one Lightning module."""
     attribute, flavour = _REGISTRIES[module.__name__]
     try:
         registry = getattr(module, attribute)
@@ -104,7 +104,7 @@ def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
 
 
 def _suggest_names(registry: Any) -> None:
-    """Make a registry suggest this package's strategy names for a misspelt name.
+    """Make a strategy registry suggest this package's names for a misspelt name.
 
     Lightning's error would list only its own names.
     """
@@ -159,7 +159,7 @@ def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
 
 
 class _RegisterWhenImported(MetaPathFinder):
-    """Import finder that registers the strategies' names after a Lightning module has been executed.
+    """Import finder that registers the strategies once a Lightning module has been executed.
 
     Other finders find the module.
     """
@@ -182,7 +182,7 @@ class _RegisterWhenImported(MetaPathFinder):
 
 
 class _RegisteringLoader:
-    """Module loader that registers the strategies' names after the wrapped loader has executed a module.
+    """Module loader that registers the strategies after the wrapped loader has executed a module.
 
     All other attributes are taken from the wrapped loader.
     """

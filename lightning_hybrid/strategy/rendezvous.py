@@ -1,4 +1,4 @@
-"""Launch and rendezvous of ranks.
+"""Launch and rendezvous of the ranks of a run.
 
 Rank zero opens a store at the user's address, and each rank writes its name there.
 """
@@ -107,7 +107,7 @@ def _open_store(
 
 
 def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
-    """Register this process under its rank in the store, and raise if another process has that rank.
+    """Register this process under its rank in the store, or raise if another process has that rank.
 
     The first process that registers keeps the rank.
 
@@ -169,7 +169,7 @@ def timeout_from(setting: timedelta | float) -> timedelta:
 
 
 def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Create the TCP store of rank zero, which listens on `address` only if possible."""
+    """Create the TCP store of rank zero, which listens only on `address` if possible."""
     listener = _listen(listening_address(address), port)
     descriptor = None
     if listener is not None:
@@ -181,7 +181,7 @@ def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        # If this process already has a store at this port from an earlier fit, that store is used again.
+        # If this process already has a store at this port from an earlier run, that store is used again.
         multi_tenant=True,
         master_listen_fd=descriptor,
     )
@@ -202,7 +202,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
-        # torch handles a port in use, because its listener may be this process's own store from an earlier fit.
+        # torch handles a port in use, because its listener may be this process's own store from an earlier run.
         if error.errno != errno.EADDRINUSE:
             rank_zero_warn(
                 f"MASTER_ADDR (={address}) is not an address of this host ({error.strerror}), so rank 0 listens at "
@@ -213,9 +213,10 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
-    """Wait on rank zero until all ranks have registered, and return the missing ranks as text.
+    """Wait until all ranks have registered or time is up, and return the missing ranks as text.
 
-    The result is also written to the store for the other ranks. It is empty if no rank is missing.
+    Rank zero calls the function. The result is also written to the store for the other ranks. It is empty if no rank
+    is missing.
     """
     missing = list(range(world_size))
     while True:
@@ -243,7 +244,7 @@ def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
 def _await_result(
     names: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta
 ) -> str:
-    """Wait on a rank above zero for the result of the rendezvous, and return the missing ranks as text."""
+    """Wait for rank zero's result of the rendezvous, and return the missing ranks as text."""
     remaining_s = max(0.0, end_s - monotonic()) + GRACE_S
     try:
         names.wait(["result"], timedelta(seconds=remaining_s))
@@ -337,7 +338,7 @@ def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def start_method_from(setting: str) -> Any:
-    """Return the option `start_method` if it is valid.
+    """Validate the option `start_method` and return it.
 
     Raises:
         ValueError: The start method is unknown.
@@ -377,7 +378,7 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
 
 
 def let_ranks_report() -> None:
-    """Delay Lightning's termination of ranks after one has died, so that others can report the cause.
+    """Delay Lightning's termination of ranks after one has died, so that they can report the cause.
 
     They get `REPORT_S` seconds. Lightning checks every 5 s, and would kill this process before or while it reports the
     dead rank and the reason.

@@ -1,4 +1,4 @@
-"""Validated options of a strategy, which its constructor parses and passes on as one object."""
+"""Validated options of a strategy, which its constructor passes on as one object."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StrategyOptions:
 
     Attributes:
         strategy_features: Features of the strategy itself, in the format of `features`.
-        between_nodes: The exchange between nodes.
+        between_nodes: How nodes combine their gradients or weights.
         comm: The options of the all-reduce.
         plan: The communication plan of `comm`, until a planner chooses another one.
         ranks_per_node: The number of consecutive ranks that form a node. None: the ranks of a host.
@@ -170,25 +170,25 @@ class StrategyOptions:
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """Options of local SGD, or None if nodes average gradients in every step."""
+        """Options of local SGD, or None if nodes combine gradients in every step."""
         if isinstance(self.between_nodes, LocalSteps):
             return self.between_nodes
         return None
 
     @property
     def dtype_across_nodes(self) -> torch.dtype | Codec | None:
-        """Dtype or codec of data sent between nodes, or None for the dtype used inside a node."""
+        """Data type or codec between nodes, or None for the data type used inside a node."""
         return self.between_nodes.on_wire
 
     @property
     def has_error_feedback(self) -> bool:
-        """True if rounding errors of a codec are added to the next step's gradients."""
+        """True if a codec's rounding errors are added to the next step's gradients."""
         codec = self.dtype_across_nodes
         return isinstance(codec, Codec) and codec.error_feedback
 
     @property
     def joins_uneven_batches(self) -> bool:
-        """True if ranks with fewer batches join the remaining steps of the epoch."""
+        """True if ranks whose loaders end early join the remaining steps of the epoch."""
         return self.uneven_batches == "join"
 
     @property
@@ -199,7 +199,7 @@ class StrategyOptions:
         return os.fspath(self.report.trace_dir)
 
     def features(self) -> dict[str, str]:
-        """Return the features that the options request, each with its text for error messages.
+        """Return the features that the options request, with a description of each for error messages.
 
         The keys are names of `compatibility.CURES`.
         """
@@ -235,7 +235,7 @@ class StrategyOptions:
 
 
 def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
-    """Return `comm` with the bucket size of DDP's argument `bucket_cap_mb`, in MiB, if it is set."""
+    """Return `comm` with the bucket size of DDP's argument `bucket_cap_mb`, if the argument is set."""
     bucket_cap_mb = plain_value(bucket_cap_mb)
     if bucket_cap_mb is None:
         return comm

@@ -1,4 +1,4 @@
-"""Checks of the user's module, optimizers, precision and accumulation, before and at the start of a fit."""
+"""Checks of the user's module, optimizers, precision and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
 
 
 def with_own_names(advice: str, strategy_type: str) -> str:
-    """Rewrite Lightning's advice on unused parameters to use the names of this package's strategy."""
+    """Replace DDP's strategy names in Lightning's advice on unused parameters by this package's names."""
     advice = advice.replace(
         "ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true"
     )
@@ -95,7 +95,7 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
 
 
 def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
-    """Warn about optimizers with trust ratios, which discard the magnitude of Adasum's result."""
+    """Warn about optimizers whose trust ratios discard the magnitude of Adasum gradients."""
     for optimizer in optimizers:
         # `optim.param_groups` sets `trust_ratio` in groups even if the optimizer does not support it.
         if "trust_ratio" not in optimizer.defaults:
@@ -110,7 +110,7 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
 
 
 def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None:
-    """Warn if the user set a loss scale but the precision does not use it."""
+    """Warn if the user has set a loss scale that the precision does not use."""
     if loss_scale is None or plugin.precision == "16-true":
         return
     own_scaler = ""

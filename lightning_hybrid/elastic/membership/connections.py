@@ -97,11 +97,11 @@ class Connection(asyncio.Protocol):
             self._transport.write(line)
 
     def num_unsent(self) -> int:
-        """Return the number of bytes that the socket has not accepted yet."""
+        """Return the number of buffered bytes that the socket has not accepted yet."""
         return self._transport.get_write_buffer_size() if self.is_connected else 0
 
     def drop(self) -> None:
-        """Close the connection without reporting its end."""
+        """Close the connection without calling the callback for its end."""
         self._thread.sockets.pop(self.sock, None)
         if self.is_connected:
             self._transport.abort()
@@ -163,7 +163,7 @@ class SocketThread:
         self._loop.set_exception_handler(self._crash)
         self._end: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
-        # A forked worker that kept the sockets would hide the death of this process from the others.
+        # A forked worker that kept the sockets would hide the death of this process from other ranks.
         os.register_at_fork(after_in_child=_closer(weakref.ref(self)))
 
     # ---- what differs ------------------------------------------------------------------------------------------------
@@ -177,17 +177,17 @@ class SocketThread:
         raise MalformedError("no greeting")
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Send due heartbeats, and expire silent peers.
+        """Send due heartbeats, and report peers whose heartbeats have stopped.
 
         Args:
             now: Current time in seconds.
-            is_late: Whether this thread was paused so long that it may not have read the messages of others.
+            is_late: Whether this thread was paused so long that it may not have read the messages of other ranks.
         """
         raise NotImplementedError
 
     @property
     def pause_s(self) -> float:
-        """Seconds between two ticks."""
+        """Time between two calls of `tick`, in seconds."""
         return self._settings.tick_s
 
     # ---- from any thread ---------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def own_ip_towards(address: str) -> str:
 def listen(address: Any, family: int = socket.AF_INET) -> socket.socket | None:
     """Return a socket that listens on an address, or None if the address is not available.
 
-    The address belongs to another host then, or is already in use.
+    An address is not available if it belongs to another host or is already in use.
     """
     try:
         return socket.create_server(address, family=family, backlog=128)

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Answer:
-    """Latest answer from one of the addresses in `meet`.
+    """Latest reply of another host, which names the host to join.
 
     Attributes:
         host: Key of the host to join.
@@ -164,7 +164,7 @@ class Host(SocketThread):
         return f"more hosts: `min_hosts` is {self._settings.min_hosts}"
 
     def _waits_for_hosts(self) -> str:
-        """Describe which addresses of `meet` answer, and how many hosts are present and needed."""
+        """Describe which meeting addresses answer, and how many hosts are present and required."""
         settings = self._settings
         now = monotonic()
         texts = []
@@ -231,7 +231,7 @@ class Host(SocketThread):
         return connection
 
     def _read_answer(self, meet_index: int, message: dict[str, Any]) -> None:
-        """Store another host's answer with the host to join, or deliver its refusal."""
+        """Store another host's reply that names the host to join, or report that admission was refused."""
         if message["kind"] == "refused":
             self._deliver_to_ranks("refused", message["why"])
         elif message["kind"] != "at":
@@ -272,15 +272,15 @@ class Host(SocketThread):
         )
 
     def _lose_dead(self, host: str) -> None:
-        """Mark a host as lost, because its process has ended."""
+        """Mark a host as lost because its process has ended."""
         self._ended_s.pop(host, None)
         self.machine.lose(host, "closed", f"host {name_of(host)} is lost: it closed a connection")
         self._act()
 
     def _lose_hosts_without_goodbye(self, now: float) -> None:
-        """Mark hosts as lost that closed a connection at least one tick ago without a goodbye.
+        """Mark hosts as lost that closed a connection and said no goodbye within a heartbeat interval.
 
-        Everything that they had sent by then has been read.
+        By then, all messages that the host had sent have been read.
         """
         for host, ended_s in list(self._ended_s.items()):
             if now - ended_s >= self._settings.tick_s:
@@ -326,7 +326,7 @@ class Host(SocketThread):
         connection.send(kind="hello", key=self.key)
 
     def _refuse(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Refuse a host whose token differs, and send it the settings that differ."""
+        """Refuse admission to a host with other run settings, and send it the differences."""
         token, refused_token = differing_parts(self._settings.token, str(message["token"]))
         log.warning(
             "elastic: refused host %s: its `token` is %s, and not %s",
@@ -371,16 +371,16 @@ class Host(SocketThread):
             self._deliver("lost", f"rank {local} of this host is gone")
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Send heartbeats, and mark hosts and ranks as lost that have sent none.
+        """Send heartbeats, and mark hosts and ranks as lost whose heartbeats have stopped.
 
         Args:
             now: Current time in seconds.
-            is_late: Whether this thread was paused so long that it has not read the others' messages.
+            is_late: Whether this thread was paused so long that it has not read the messages of other hosts and ranks.
         """
         machine = self.machine
         if machine.is_over:
             return
-        # Messages of the others may have arrived without being read.
+        # Messages of other hosts and ranks may have arrived without being read.
         if is_late:
             self._seen_s = dict.fromkeys(self._seen_s, now)
         self._lose_hosts_without_goodbye(now)
@@ -393,7 +393,7 @@ class Host(SocketThread):
         self._act()
 
     def _watch_hosts(self, now: float) -> None:
-        """Send a heartbeat to other hosts, and mark hosts as lost that were silent for too long."""
+        """Send a heartbeat to each other host, and mark hosts as lost after too long a silence."""
         machine = self.machine
         silent_s = self._settings.silent_s
         watched = set(machine.lobby)
@@ -407,7 +407,7 @@ class Host(SocketThread):
                 machine.lose(host, "silent", f"host {name_of(host)} was silent for {silent_s:g} s")
 
     def _watch_ranks(self, now: float, *, sends_sign: bool) -> None:
-        """Send due heartbeats to the ranks of this host, and report ranks that were silent for too long."""
+        """Send due heartbeats to the ranks of this host, and report ranks after too long a silence."""
         limit_s = 2 * self._settings.silent_s
         for local, connection in self._ranks.items():
             if sends_sign:
@@ -436,7 +436,7 @@ class Host(SocketThread):
             self._join_or_form(now)
 
     def _answer(self, connection: Connection) -> None:
-        """Send a host the key of the host that it should join, and whether a run exists."""
+        """Tell another host which host to join, and whether a run already exists."""
         connection.send(kind="at", host=self.machine.head(), is_running=bool(self.machine.run))
 
     def _join_or_form(self, now: float) -> None:
@@ -452,8 +452,8 @@ class Host(SocketThread):
     def _host_to_join(self, now: float) -> str | None:
         """Return the host that this host should join, or None if no other host has precedence.
 
-        A host with a run comes first. Otherwise it is the host that answers at the first address of `meet` before this
-        host's own.
+        A host with a run has precedence over all other hosts. Without a run, the host that answers at the earliest
+        address of `meet` before this host's own address has precedence.
         """
         answers = {}
         for meet_index, answer in self._answers.items():
@@ -468,7 +468,10 @@ class Host(SocketThread):
         return None
 
     def _form_if_complete(self, now: float, meet_index: int) -> None:
-        """Start a run once enough hosts wait, and none may be waiting at an earlier address of `meet`."""
+        """Start a run if enough hosts are waiting and no host with precedence may be waiting.
+
+        A host at an earlier address of `meet` has precedence.
+        """
         settings = self._settings
         machine = self.machine
         if len(machine.lobby) != self._num_waiting:
@@ -483,9 +486,9 @@ class Host(SocketThread):
             machine.form(secrets.token_hex(8))
 
     def _join(self, host: str, committed: list[int]) -> None:
-        """Add a waiting host to the lobby if this host can connect to it.
+        """Add a host to the list of waiting hosts if this host can connect to it.
 
-        Otherwise the host asks again later.
+        Otherwise the other host asks again later.
         """
         if len(committed) != self._settings.ranks_per_host:
             raise MalformedError("the host has another number of ranks")

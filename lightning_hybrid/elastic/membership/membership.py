@@ -65,13 +65,13 @@ class Follower(SocketThread):
             self._first.send(kind="end", why=why)
 
     def leave(self) -> None:
-        """Leave the run without an error, and say goodbye to the first rank."""
+        """Leave the run without an error, and notify the first rank of this host."""
         self._has_left = True
         if self._first:
             self._first.send(kind="bye")
 
     def waits_for(self) -> str:
-        """Describe what the next membership view is waiting for."""
+        """Return a description of the ranks that the next membership view is waiting for."""
         return "the first rank of this host, which speaks with the others"
 
     def _say_it(self) -> None:
@@ -98,7 +98,7 @@ class Follower(SocketThread):
 
     @property
     def pause_s(self) -> float:
-        """Seconds between two ticks."""
+        """Time between two calls of `tick`, in seconds."""
         return self._settings.tick_s * (TICKS_WITHIN_HOST if self.key else 1)
 
     def tick(self, now: float, is_late: bool) -> None:
@@ -125,7 +125,7 @@ class Follower(SocketThread):
 
 
 class Membership:
-    """Membership of one rank in an elastic run.
+    """Interface of one rank to the membership protocol of an elastic run.
 
     A background thread runs from construction to `close`.
 
@@ -165,7 +165,7 @@ class Membership:
 
     @property
     def me(self) -> Member:
-        """Member entry of this rank, available once `enter` has returned."""
+        """Entry of this rank in a membership view, available once `enter` has returned."""
         return members_of([self._part.key], self._settings.ranks_per_host)[self._settings.local]
 
     def next_view(
@@ -187,7 +187,7 @@ class Membership:
                 of what it waits for.
 
         Raises:
-            TimeoutError: There was no view in time. The error says what was waited for.
+            TimeoutError: There was no view in time. The error names the ranks or hosts that were waited for.
             IsolatedError: The other hosts continue without this host, or no host may continue.
             RefusedError: The run that this host would join has another token.
         """
@@ -210,7 +210,7 @@ class Membership:
     def _wait_for_view(
         self, timeout_s: float, on_wait: Callable[[float, str], None] | None
     ) -> None:
-        """Wait until there is a membership view or an error, or the timeout is over.
+        """Wait until there is a membership view or an error, or until the timeout expires.
 
         The caller holds the lock.
         """

@@ -10,14 +10,14 @@ from typing import Any
 
 
 class IsolatedError(RuntimeError):
-    """Error of a host that must stop, because it is cut off from a quorum of the other hosts.
+    """Error on a host that must stop, because it cannot reach a quorum of the other hosts.
 
     The other hosts continue without it, or no host may continue. Save, and end the run.
     """
 
 
 class RefusedError(RuntimeError):
-    """Error of a host that a running job refuses to admit, because their settings differ."""
+    """Error on a host that an existing run does not admit, because its settings differ."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """Numbered list of the ranks that train together between two changes of hosts.
+    """Numbered list of the ranks that train together until a host is lost or joins.
 
     All members have the same view.
 
@@ -49,8 +49,9 @@ class View:
         store: "ip:port" of a new TCP store, opened for this view only.
         target: Number of completed steps that all ranks have after the change.
         donors: By local rank, the id of a member that has completed `target` steps. It has the same local rank if there
-            is such a member, otherwise any. Data-parallel ranks all have the same state. If the ranks of a host share
-            the update, all of them complete a step or none does, and there always is a member with that local rank.
+            is such a member, otherwise any local rank. Data-parallel ranks all have the same state. If the ranks of a
+            host share the update, all of them complete a step or none does, and there always is a member with that
+            local rank.
         behind: Ids of members that receive the state from the donor of their local rank.
         reasons: Reasons for the end of the previous view.
     """
@@ -65,7 +66,7 @@ class View:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names of the hosts, in order of entry."""
+        """Names of the hosts, in the order in which they joined the run."""
         return tuple(dict.fromkeys(member.host for member in self.members))
 
     def rank_of(self, member_id: str) -> int:
@@ -103,7 +104,7 @@ class Settings:
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two heartbeats."""
+        """Time between two heartbeats, in seconds."""
         return self.silent_s / 8
 
     @property
@@ -117,7 +118,7 @@ class Settings:
 
 
 def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
-    """Return the key of a host, a string with its name, its address and its index in `meet`.
+    """Return the key of a host, a text with its name, address, index in `meet` and a random suffix.
 
     Args:
         name: Name of the host.
@@ -143,7 +144,7 @@ def address_of(host: str) -> str:
 
 
 def differing_parts(token: str, other: str) -> tuple[str, str]:
-    """Return the settings that differ between two tokens, once from each token.
+    """Return the settings in which two tokens differ, with the values of each token.
 
     A token is a list of "name=value" entries, separated by semicolons. Both tokens are returned in full if they have
     different numbers of entries.
@@ -160,7 +161,7 @@ def differing_parts(token: str, other: str) -> tuple[str, str]:
 
 
 def is_arbiter(host: str) -> bool:
-    """Return whether a host holds the first address of `meet`, which breaks ties between two halves."""
+    """Return whether a host listens at the first meeting address, which breaks ties in a quorum vote."""
     return host.rpartition("#")[2].startswith("0.")
 
 
@@ -170,7 +171,7 @@ def names_of(hosts: Sequence[str]) -> str:
 
 
 def members_of(hosts: Sequence[str], ranks_per_host: int) -> tuple[Member, ...]:
-    """Return the ranks of several hosts as members, in the order of a membership view."""
+    """Return a `Member` for each rank of the given hosts, in the order of a membership view."""
     return tuple(
         Member(f"{host}/{local}", name_of(host), local, address_of(host))
         for host in hosts
@@ -186,10 +187,10 @@ FOR_SURE = ("closed", "left")
 def who_hear_each_other(
     first: Sequence[str], others: Sequence[str], lost: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
-    """Return a list of hosts that can all hear each other, which starts with all of `first`.
+    """Return hosts that can all reach each other, beginning with all hosts of `first`.
 
-    A host of `others` is added if it and every host before it in the list hear each other. Of two hosts that do not,
-    the later one is left out.
+    A host of `others` is added if it and every host before it in the list can reach each other. Of two hosts that
+    cannot reach each other, the later one is left out.
 
     Args:
         first: Hosts that are kept.

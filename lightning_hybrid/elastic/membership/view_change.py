@@ -3,7 +3,7 @@
 Each host has one. Its inputs are messages and losses of hosts, and its outputs are messages. It uses no sockets, clocks
 or threads. README.md describes its states.
 
-Dynamic voting makes it safe when links are cut. A proposal that may have been installed on some host counts as a view
+Dynamic voting keeps it safe when links fail. A proposal that may have been installed on some host counts as a view
 until it is known not to be, and the next proposal needs the votes of its hosts, too (Yeger Lotem, Keidar and Dolev
 1997, "Dynamic voting for consistent primary components", PODC).
 """
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 
 class ViewChange:
-    """Membership state machine of one host, which holds its knowledge of the run.
+    """State machine by which one host agrees with other hosts on the next membership view.
 
     Args:
         me: Key of this host.
@@ -76,7 +76,7 @@ class ViewChange:
         self.store = ""
 
     def form(self, run: str) -> None:
-        """Start a run with this host and the hosts in its lobby.
+        """Start a run with this host and all hosts that have asked it for admission.
 
         Args:
             run: Name that no other run has.
@@ -85,7 +85,7 @@ class ViewChange:
         self._advance()
 
     def join(self, host: str, committed: list[int]) -> None:
-        """Add a reachable host to the lobby, where it waits for the next view."""
+        """Add a reachable host to the list of hosts that wait for the next membership view."""
         known_hosts = {*self.candidates(), *self.left_out, *self.lobby}
         if host not in known_hosts and self.lost.get(host) not in FOR_SURE:
             self.lost.pop(host, None)
@@ -94,7 +94,7 @@ class ViewChange:
             self._advance()
 
     def come(self, local: int, committed: int, store: str = "") -> None:
-        """Record that a rank of this host waits for the next view.
+        """Record that a rank of this host waits for the next membership view.
 
         Args:
             local: Local rank.
@@ -108,7 +108,7 @@ class ViewChange:
         self._advance()
 
     def lose(self, host: str, how: str, why: str) -> None:
-        """Record the loss of a host, and end the current view if the host is in it.
+        """Record the loss of a host, and end the membership view if the host is in it.
 
         Args:
             host: Key of the host.
@@ -124,7 +124,7 @@ class ViewChange:
         self._advance()
 
     def leave(self, why: str = "") -> None:
-        """Leave the run, and say goodbye to the other hosts.
+        """Leave the run, and notify the other hosts.
 
         The host has finished without an error, or may not continue.
         """
@@ -132,7 +132,7 @@ class ViewChange:
         self.is_over = True
 
     def end_view(self, why: str) -> None:
-        """End the current view on this host and on all others."""
+        """End the current membership view on this host and on all other hosts."""
         if self.is_over or (self.has_ended and not self.hosts):
             return
         self.reasons.append(why)
@@ -175,12 +175,12 @@ class ViewChange:
     # ---- knowledge ---------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[str]:
-        """Return the hosts that may be in the current view, in order of entry."""
+        """Return the hosts that may be in the current membership view, in the order in which they joined."""
         later = (host for key in sorted(self.attempts) for host in self.attempts[key])
         return list(dict.fromkeys([*self.hosts, *later, self.me]))
 
     def living(self) -> list[str]:
-        """Return the hosts that may be in the current view and are not lost."""
+        """Return the hosts that may be in the current membership view and are not lost."""
         return [host for host in self.candidates() if host not in self.lost]
 
     def head(self) -> str:
@@ -219,7 +219,7 @@ class ViewChange:
                 self.lose(host, how, f"host {name_of(host)} is lost")
 
     def _learn(self, number: int, hosts: list[str]) -> None:
-        """Record that a view was installed on some host, which makes earlier proposals void."""
+        """Record that some host has entered a membership view, which invalidates earlier proposals."""
         if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
             self._isolate(f"{names_of(hosts)} go on without this host")
         elif number > self.number:
@@ -374,7 +374,7 @@ class ViewChange:
         return [host for host in self.lobby if name_of(host) not in map(name_of, hosts)]
 
     def _admit(self) -> None:
-        """End the current view if a host waits to join and fewer than `max_hosts` are present."""
+        """End the membership view if a host waits to join and fewer than `max_hosts` are present."""
         living = self.living()
         if (
             self.hosts

@@ -54,15 +54,15 @@ class TimedAllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Fitted cluster description, with the fits from which it is made.
+    """Cluster description fitted to measurements, with the fitted links and the remaining errors.
 
     Attributes:
         cluster: The description.
         inside: The fitted link inside a node. None with one rank per node.
         across: The fitted link between nodes. None with one node.
         consent_s: Additional time of a message whose receiver is not ready yet, by level (inside, across).
-        flow_bytes_per_s: Rate of a node by the number of flows at the same time.
-        add_bytes_per_s: Rate of additions of a rank, by dtype, while all ranks add.
+        flow_bytes_per_s: Bandwidth of a node, by the number of simultaneous flows.
+        add_bytes_per_s: Rate at which each rank adds tensors while all ranks add, by dtype.
         sums: The timed all-reduces.
         notes: Sentences for the user.
     """
@@ -88,7 +88,7 @@ class Calibration:
 
 
 def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
-    """Fit the cluster description that explains the measured times best.
+    """Fit a cluster description to measured times of messages and all-reduces.
 
     Raises:
         ValueError: Too few sizes were measured for a line, or no all-reduce was measured.
@@ -109,7 +109,7 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
             f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
             "fitted to what came about. Give it more: measure.limit_s=<seconds>."
         )
-    # A core that receives and adds is not faster than at one of the two alone.
+    # A core that receives and adds is not faster than one that only receives or only adds.
     core_bytes_per_s = min(
         [fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values())
     )

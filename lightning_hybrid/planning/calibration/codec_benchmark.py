@@ -1,4 +1,4 @@
-"""Benchmarks of codecs alone, and of all-reduces between nodes through them."""
+"""Benchmarks of gradient codecs, and of all-reduces between nodes that use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODED_SUMS = tuple(
 
 
 def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that encodes `num_bytes` of float32, then decodes and adds two such messages."""
+    """Return a benchmark function that encodes a float32 tensor, then decodes and adds two messages."""
     coder = Coder(CODECS[name], device)
     flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
     message_bytes = coder.codec.message_bytes(flat.numel())
@@ -38,7 +38,7 @@ def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], 
 
 
 def coded_engines(**settings: Any) -> dict[str, CommEngine]:
-    """Create one communication engine per codec, by the name of its all-reduces in `CODED_SUMS`.
+    """Create one communication engine per codec, keyed by the name of its benchmark case.
 
     Collective: every rank of the group must call it, in the same order.
 

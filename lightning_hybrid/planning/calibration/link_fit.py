@@ -50,17 +50,17 @@ class LineFit:
 
     @property
     def typical_error(self) -> float:
-        """Median relative error over sizes."""
+        """Median relative error over message sizes."""
         return float(np.median([abs(error) for _, error in self.errors]))
 
     @property
     def worst(self) -> tuple[int, float]:
-        """Size with the largest error, and that error."""
+        """Message size with the largest relative error, with that error."""
         return max(self.errors, key=lambda pair: abs(pair[1]))
 
     @property
     def is_line(self) -> bool:
-        """True if the fit is off by at most a quarter at every size."""
+        """True if the relative error of the fit is at most 25 % at every message size."""
         return abs(self.worst[1]) <= MOST_ERROR
 
     def seconds(self, num_bytes: float) -> float:
@@ -69,7 +69,7 @@ class LineFit:
 
 
 def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
-    """Fit latency and bandwidth to samples of message times, given by number of bytes.
+    """Fit a latency and a bandwidth to measured message times, which are grouped by message size.
 
     Intervals are percentiles of a bootstrap (Efron 1979): samples of each size are drawn with
     replacement, and the line is fitted to their medians. The same samples give the same fit.
@@ -139,7 +139,7 @@ def _drawn_medians(samples_s: np.ndarray, generator: np.random.Generator) -> np.
 
 
 def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return latency, seconds per byte and mean relative error of the best line for each row.
+    """Return latency, seconds per byte and mean relative error of the best line for each row of times.
 
     `medians_s` has one row per fit.
     """

@@ -1,4 +1,4 @@
-"""Description of the measured ranks, checks that they agree, and saved measurements."""
+"""Description of the measured ranks, consistency checks, and loading of saved measurements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
     """Read the measurements and the setup of an earlier run from its `summary.json`.
 
     Raises:
-        ValueError: The file is not such a summary.
+        ValueError: The file is not a summary of measurements.
     """
     try:
         answers = json.loads(Path(path).read_text())
@@ -65,10 +65,10 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
 
 
 def read_nccl_log(path: str) -> dict[str, Any]:
-    """Return the ring channels and the version found in an NCCL log, as fields of `MeasuredSetup`.
+    """Return the number of ring channels and the NCCL version found in an NCCL log.
 
-    NCCL logs the channels of its graph when it searches for rings ("Pattern 4"). All-reduces use
-    copies of them.
+    The keys are fields of `MeasuredSetup`. NCCL logs the channels of its graph when it searches for rings ("Pattern
+    4"). All-reduces use copies of these channels.
 
     Raises:
         ValueError: The file contains no channels.

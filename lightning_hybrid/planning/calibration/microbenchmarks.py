@@ -74,9 +74,9 @@ class Microbenchmark:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Measured seconds per call of each benchmark case.
+    """Measured times per call of each benchmark case, in seconds.
 
-    The samples are in the order of measuring and the same on every rank. `took_s` is the total
+    The samples are in the order of measurement and the same on every rank. `took_s` is the total
     time.
     """
 
@@ -84,7 +84,7 @@ class Measurements:
     took_s: float
 
     def of(self, kind: Kind, what: str) -> dict[int, list[float]]:
-        """Return the samples of one kind and variant by number of bytes."""
+        """Return the measured times of one kind and variant of benchmark, by number of bytes."""
         return {
             case.num_bytes: times_s
             for case, times_s in sorted(self.times_s.items())
@@ -92,7 +92,7 @@ class Measurements:
         }
 
     def whats(self, kind: Kind) -> list[str]:
-        """Return the measured variants of a kind, in the order of measuring."""
+        """Return the measured variants of one kind of benchmark, in the order of measurement."""
         return list(dict.fromkeys(case.what for case in self.times_s if case.kind == kind))
 
 
@@ -149,7 +149,7 @@ class Measurement:
             CommPlan(algorithm=name)  # raises if the algorithm is unknown
 
     def cases(self, topology: Topology, backend: str) -> list[Microbenchmark]:
-        """Return every case to measure on this topology, the smallest first."""
+        """Return all benchmark cases for this topology, in ascending order of bytes."""
         messages = [size for size in MESSAGE_BYTES if size <= self.max_bytes]
         places = [
             level
@@ -194,7 +194,7 @@ class Measurement:
 
 
 def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
-    """Measure all cases in rounds, until there are `num_rounds` or the time is over.
+    """Measure all benchmark cases in up to `num_rounds` rounds, within the time limit.
 
     Collective: every rank of the world must call it with the same arguments. Ranks compare times
     over the default group.
@@ -224,7 +224,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
 
 
 def validate(topology: Topology) -> None:
-    """Raise if a cluster description with equal nodes cannot represent the topology."""
+    """Raise if the topology has a single rank, or nodes with different numbers of ranks."""
     if topology.world_size == 1:
         raise ValueError(
             "`world_size` (=1) must be 2 or more: links are between ranks, and one has none. Start more of them: "

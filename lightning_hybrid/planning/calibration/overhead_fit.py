@@ -1,4 +1,4 @@
-"""Fit of software costs that minimise the error of simulated all-reduce times.
+"""Fit of software overheads to measured all-reduce times, by minimising the simulation error.
 
 Over Gloo the costs are a stage, a message, a segment, a core's rate and the fraction of a link that
 one ring uses (cost_gloo.py). Over NCCL the cost is the launch (cost_nccl.py). The costs are fitted
@@ -66,9 +66,9 @@ class MeasuredSetup:
 def predicted_all_reduce_s(
     cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup
 ) -> float:
-    """Return the simulated time of one all-reduce that no computation hides, in seconds.
+    """Return the simulated time in seconds of one all-reduce that does not overlap computation.
 
-    It is chunked as the plan says. `algorithm` may have a suffix: `two_level_int8` is `two_level`
+    Its chunks are those of the plan. `algorithm` may have a suffix: `two_level_int8` is `two_level`
     through a codec.
     """
     work = StepWorkload(forward_s=0.0, gradients=((max(1, num_bytes // setup.itemsize), 0.0),))
@@ -106,7 +106,7 @@ def fit_overheads(
     *,
     most_bytes_per_s: float,
 ) -> Cluster:
-    """Return the cluster with the software costs that predict the measured all-reduces best.
+    """Return the cluster description with software overheads fitted to measured all-reduce times.
 
     All-reduces through a codec, or of more than `MOST_FITTED_BYTES`, are ignored. A core's rate is
     at most `most_bytes_per_s`.

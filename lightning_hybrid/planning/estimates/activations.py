@@ -126,7 +126,7 @@ def _drop(parameter: Tensor) -> None:
 def step_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Return the peak bytes of a batch's forward and backward, without weights and their gradients.
+    """Return the peak memory of forward and backward in bytes, without parameters and their gradients.
 
     The peak includes activations that forward saves for backward, temporary tensors of both,
     recomputed activations, and two batches of images, because the next batch is loaded during
@@ -151,9 +151,9 @@ def step_bytes(
 def tracked_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Return the same peak as `step_bytes`, measured by torch's `MemTracker`.
+    """Measure the peak memory of forward and backward in bytes with torch's `MemTracker`.
 
-    It takes seconds for a large network.
+    The result covers the same tensors as that of `step_bytes`. The measurement takes seconds for a large network.
     """
     from torch.distributed._tools.mem_tracker import MemTracker  # imports torch's compiler
 
@@ -205,9 +205,9 @@ def with_checkpointing(model: nn.Module, *, is_on: bool) -> nn.Module:
 
 
 def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation, computed from shapes alone on the meta device.
+    """Run an operation on meta tensors by computing only the shapes of its results.
 
-    Other operations run normally.
+    Operations without a function in `SHAPES`, and operations on other devices, run normally.
     """
     is_plain = func in SHAPES and not kwargs.keys() - {"pin_memory", "memory_format"}
     is_meta = all(not isinstance(value, Tensor) or value.is_meta for value in args)
@@ -260,7 +260,7 @@ def _batch_norm(images: Tensor, *options: Any) -> tuple[Tensor, ...] | None:
 def _gradients(
     gradient: Tensor, images: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return empty gradients of the input, weight and bias of a convolution or normalisation."""
+    """Return uninitialised gradients of the input, weight and bias of a convolution or normalisation."""
     wants_input, wants_weight, wants_bias = options[-1]
     of_input = images.new_empty(images.shape) if wants_input else None
     if weight is None:  # a normalisation with affine=False

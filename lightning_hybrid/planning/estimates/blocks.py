@@ -1,4 +1,4 @@
-"""Network blocks between which a pipeline may be cut, with their compute, memory and messages."""
+"""Network blocks from which pipeline stages are formed, with their compute, memory and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive modules of a network between two possible pipeline cuts.
+    """Consecutive modules of a network that always belong to the same pipeline stage.
 
     Args:
         name: Name of the first module.
@@ -51,7 +51,7 @@ class _Mark:
 
 
 class _Uses(LiveBytes):
-    """Record of tensors that are used both before and after a possible pipeline cut.
+    """Tracker of the tensors that are used both before and after a possible pipeline cut.
 
     A cut is possible only if the input of the module after the cut is the only such tensor.
     """
@@ -79,7 +79,7 @@ class _Uses(LiveBytes):
         return results
 
     def use(self, tensor: Tensor) -> None:
-        """Record a use of the tensor, and rule out cuts that it crosses."""
+        """Record a use of a tensor, and rule out the pipeline cuts between its first appearance and this use."""
         address = tensor.untyped_storage()._cdata
         # A parameter counts from its first use, so that no parameter is used on both sides of a cut.
         first_seen_at = self._first_seen_at.setdefault(address, len(self.marks))
@@ -97,7 +97,7 @@ def traced_blocks(
 ) -> list[Block]:
     """Return the blocks of a network in the order in which forward runs them.
 
-    A network with `pipeline_blocks()` is cut as in a run. Any other network may be cut before each child, where an
+    A network with `pipeline_blocks()` is divided as in a run. Any other network may be cut before each child, where an
     `nn.Sequential` is replaced by its children, if exactly one tensor crosses the cut. There is no cut inside a
     residual block, inside a shortcut of the network, or between two uses of one parameter.
 

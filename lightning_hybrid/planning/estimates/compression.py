@@ -1,8 +1,8 @@
-"""Estimated gain of compressed gradients, or of less frequent averages, between nodes.
+"""Estimated time saved between nodes by compressed gradients or by less frequent averages.
 
 A codec shortens exposed communication, and takes time itself. Of more than 200 set-ups of data
 centres, 6 gained (Agarwal et al. 2022, MLSys, arXiv:2103.00543). With slow links between nodes,
-many do. A codec changes the gradients, so it must save `CLEARLY_LESS_BY_CODEC` of a step, and is
+many set-ups gain. A codec changes the gradients, so it must save `CLEARLY_LESS_BY_CODEC` of a step, and is
 only proposed, never applied.
 """
 
@@ -28,7 +28,9 @@ NAMES: tuple[WireName, ...] = ("float16", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True)
 class WireStep:
-    """Simulated step with one data type or codec between nodes, with all ranks at mean speed.
+    """Simulated step time with one data type or codec for traffic between nodes.
+
+    All ranks have mean speed.
 
     Attributes:
         name: `comm_dtype_across_nodes`. None: as in the buckets.
@@ -48,7 +50,7 @@ class WireStep:
 def wire_step(
     outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, name: WireName | None
 ) -> WireStep:
-    """Return the figures of a simulated step for a comparison of data types between nodes.
+    """Summarize a simulated step for a comparison of data types between nodes.
 
     `name` is the data type or codec between nodes in that simulation.
     """
@@ -73,7 +75,7 @@ def compressed_steps(
     itemsize: int,
     on_cuda: bool,
 ) -> tuple[WireStep, ...]:
-    """Simulate a step with each smaller data type between nodes, under the best of `plans`.
+    """Simulate a step with each smaller data type between nodes, each under its best plan.
 
     The result is empty for a single node. A codec needs a reduction inside each node first, so
     plans without one are tried with `algorithm="auto"`.
@@ -98,7 +100,9 @@ def compressed_steps(
 
 
 def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
-    """Return the step with the most bits that is clearly shorter than `plain`, or None if none is.
+    """Return the compressed step to recommend over `plain`, or None if compression saves too little.
+
+    A step with fewer bits replaces the previous choice only if it saves another `CLEARLY_LESS_BY_CODEC` of the time.
 
     >>> def step(name, step_s):
     ...     return WireStep(name=name, step_s=step_s, exposed_s=0.0, codec_s=0.0, node_bytes=0.0)
@@ -142,7 +146,7 @@ def average_s(
 
 
 def with_averages(inside: SimulatedSteps, *, every: int, average_s: float) -> SimulatedSteps:
-    """Return simulated steps inside nodes, with the time of averages between nodes spread over them.
+    """Add the time of periodic averages between nodes to simulated steps inside nodes.
 
         step = step inside the node + average / every
 

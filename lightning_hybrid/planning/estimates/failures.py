@@ -70,7 +70,7 @@ class Failures:
         return 3600 * self.gpu_hours / num_gpus
 
     def interval_s(self, num_gpus: int) -> float:
-        """Return the optimal time of work between two checkpoints, in seconds."""
+        """Return the optimal checkpoint interval, in seconds of training between two checkpoints."""
         mean_s = self.between_s(num_gpus)
         cost_s = self.checkpoint_s
         part = cost_s / (2 * mean_s)
@@ -79,9 +79,9 @@ class Failures:
         return math.sqrt(2 * cost_s * mean_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
     def restarted_s(self, work_s: float, num_gpus: int, every_s: float | None = None) -> float:
-        """Return the expected duration with a checkpoint after each `every_s` of work, in seconds.
+        """Return the expected duration in seconds of a run that restarts from checkpoints after failures.
 
-        None stands for the best interval.
+        `every_s` is the time of training between two checkpoints in seconds. None stands for the optimal interval.
         """
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, every_s or self.interval_s(num_gpus))
@@ -102,7 +102,7 @@ class Failures:
     def simulated_s(
         self, work_s: float, num_gpus: int, *, elastic: bool = False, seed: int = 0
     ) -> list[float]:
-        """Simulate runs failure by failure, and return their durations in ascending order."""
+        """Simulate runs with random failures, and return their durations in seconds, in ascending order."""
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, self.interval_s(num_gpus))
         back_s = self.detection_s + (self.rejoin_s if elastic else self.restart_s)

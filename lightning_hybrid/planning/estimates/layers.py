@@ -44,7 +44,7 @@ class WithoutValues(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Module with its own parameters.
+    """Module of a network that directly holds parameters.
 
     `numels` are the numbers of elements of the parameters, in their order. `forward_flops` are the
     FLOPs of one image's forward.
@@ -104,7 +104,7 @@ def work_of(
     update_s: float = 0.0,
     input_s: float = 0.0,
 ) -> StepWorkload:
-    """Return the compute times of a step of `batch_size` images, spread over layers by FLOPs.
+    """Estimate the compute times of a training step, distributed over layers in proportion to FLOPs.
 
     `images_per_s` is the rate of a single device, either measured or achieved FLOP/s over FLOPs per
     image. Forward is a third of the step. Backward goes from the last layer to the first, and in a

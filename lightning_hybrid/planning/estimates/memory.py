@@ -33,7 +33,7 @@ HOST_LINK_BYTES_PER_S = 15.75e9
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes per parameter that a rank holds between two steps, by kind of state.
+    """Bytes per parameter that a rank holds between two steps, by kind of training state.
 
     With Psi parameters, and the fraction of each kind that a rank holds:
 
@@ -86,7 +86,7 @@ class StateBytes:
     def per_parameter(
         self, *, weight_share: float = 1.0, gradient_share: float = 1.0, state_share: float = 1.0
     ) -> float:
-        """Return the bytes per parameter of a rank that holds these fractions of each kind of state."""
+        """Return the bytes per parameter of a rank that holds the given fractions of each kind of state."""
         state = self.masters + self.optimizer
         return (
             self.weights * weight_share
@@ -142,11 +142,11 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> float:
-        """Sum of state and activation bytes."""
+        """Total memory in bytes, for training state and activations."""
         return self.state_bytes + self.activation_bytes
 
     def fits(self, memory_bytes: float) -> bool:
-        """Return whether the need fits into the usable part of a device's memory."""
+        """Return whether the memory need fits into the usable memory of a device."""
         return self.total_bytes <= USABLE_SHARE * memory_bytes
 
 
@@ -246,7 +246,7 @@ class MemoryChoices:
     def needs(self) -> list[MemoryNeed]:
         """Return the memory needs of all combinations of settings.
 
-        The configured settings come first. The others are sorted by number of settings, time and
+        The configured settings come first. Other combinations are sorted by number of settings, time and
         descending batch size.
         """
         sizes = [self.batch_size >> halvings for halvings in range(self.batch_size.bit_length())]
@@ -262,10 +262,10 @@ class MemoryChoices:
         return sorted(needs, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
-        """Return the memory needs with one changed setting each, in the order in which to try them.
+        """Return memory needs that each change a single setting, in the order in which to try them.
 
-        They are sorted by additional time per byte saved. Among settings that take no time, the one
-        that saves most comes first.
+        They are sorted by additional time per byte saved. Among settings that take no additional time, the one that
+        saves the most memory comes first.
         """
         asked, *single_needs = [need for need in self.needs() if len(need.settings) < 2]
         single = [
@@ -282,9 +282,10 @@ class MemoryChoices:
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
-    """Return one memory need for each group whose settings differ only in a number.
+    """Return the need with the largest batch that fits, for each combination of other settings.
 
-    The first need that fits is kept, or the last one if none fits.
+    The needs of each combination must be in descending order of batch size. If none of them fits, the last one is
+    returned.
     """
     kinds: dict[tuple[str, ...], list[MemoryNeed]] = {}
     for need in needs:

@@ -1,4 +1,4 @@
-"""Pipelines inside the nodes of a planned run, with as many images per step as data parallelism."""
+"""Simulation of pipelines inside nodes, as alternatives to data parallelism in a planned run."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class PipelineChoice:
 
     @property
     def most_bytes(self) -> float:
-        """Memory of the rank that needs the most, in bytes."""
+        """Largest memory need of any rank, in bytes."""
         return max(self.rank_bytes)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Overrides that select the pipeline on the command line."""
+        """Command-line overrides that select the pipeline."""
         overrides = [
             "strategy=pipeline",
             f"strategy.num_stages={self.num_ranks}",
@@ -91,7 +91,7 @@ def pipeline_choices(
     usable_bytes: float | None,
     recomputes: bool = False,
 ) -> list[PipelineChoice]:
-    """Simulate pipelines of 2 to 8 ranks in a node, and return them with the fastest first.
+    """Simulate pipelines of 2 to 8 ranks in a node, and return them sorted by step time.
 
     A pipeline of S ranks takes the images of S data-parallel ranks. The time of a block is proportional to its FLOPs,
     however small the micro-batch is, and messages slow down no computation. Both assumptions favour pipelines.
@@ -132,7 +132,7 @@ def pipeline_choices(
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockLoad:
-    # Cost of one block for one micro-batch. `held_bytes` are its weights and their state, for the whole fit.
+    # Cost of one block for one micro-batch. `held_bytes` are its weights and their state, during the whole run.
     forward_s: float
     backward_s: float
     kept_bytes: float
@@ -150,7 +150,7 @@ class _Pipeline:
     num_microbatches: int
 
     def choice(self, usable_bytes: float | None) -> PipelineChoice | None:
-        """Cut the network into stages, and simulate a step.
+        """Divide the network into pipeline stages, and simulate a step.
 
         Returns None if the stages do not fit into memory.
         """
@@ -288,7 +288,7 @@ class _Pipeline:
 
     @property
     def group(self) -> Cluster:
-        """Cluster of the ranks that hold the same stage.
+        """Cluster description of the ranks that hold the same pipeline stage.
 
         All such groups of a node share its network cards.
         """

@@ -125,9 +125,9 @@ def _tasks_of_rank(
 def in_turns(
     forwards: list[PipelineTask], backwards: list[PipelineTask], num_ahead: int
 ) -> list[PipelineTask]:
-    """Return the order of forwards and backwards, with `num_ahead` forwards first.
+    """Return forwards and backwards in alternation, after `num_ahead` initial forwards.
 
-    One backward and one forward then alternate until no forward is left. The other backwards
+    One backward and one forward alternate until no forward is left. The remaining backwards
     follow.
     """
     order = forwards[:num_ahead]
@@ -139,7 +139,7 @@ def in_turns(
 def simulate_pipeline(
     order: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]
 ) -> list[list[PipelineTask]]:
-    """Simulate a step, and return the tasks of each rank with their times.
+    """Simulate a pipeline step, and return the tasks of each rank with begin and end times.
 
     A rank runs its tasks in order, each as soon as its input has arrived. Messages take time but do
     not slow down computation, because sends are asynchronous.
@@ -188,10 +188,10 @@ def _arrival_s(
 
 
 def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]) -> float:
-    """Return the time of a simulated step until the last gradient is averaged, in seconds.
+    """Return the time of a simulated pipeline step until the last gradient is averaged, in seconds.
 
     The all-reduce of a stage's gradients starts with its last backward, and the stages of a rank
-    follow one another. That backward, and those of the stages before, hide it.
+    follow one another. The all-reduce overlaps with that backward and with the backwards of earlier stages.
     """
     step_s = 0.0
     for of_rank in tasks:
@@ -217,7 +217,7 @@ def waiting_share(tasks: Sequence[Sequence[PipelineTask]]) -> float:
 
 
 def most_kept_bytes(tasks: Sequence[PipelineTask], loads: Sequence[StageLoad]) -> float:
-    """Return the maximum bytes of activations that a rank keeps at once, given its tasks in order.
+    """Return the peak activation memory of a rank in bytes, given its tasks in order.
 
     >>> load = StageLoad(forward_s=1, backward_s=2, kept_bytes=10)
     >>> [most_kept_bytes(tasks, [load] * 4) for tasks in schedule_tasks("1f1b", 4, 8)]

@@ -35,7 +35,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """Expected duration of a run in seconds, with the interval that holds 80 % of runs.
+    """Expected duration of a run in seconds, with an 80 % interval.
 
     Args:
         work_s: Seconds of the steps without start, checkpoints and failures.
@@ -56,7 +56,7 @@ class RunTime:
 
     @classmethod
     def of(cls, scenario: Scenario, step_s: float, num_steps: float, failures: Failures) -> RunTime:
-        """Calculate the duration of a run with steps of `step_s`, and simulate failures for its bounds."""
+        """Calculate the expected duration of a run, and simulate failures for its lower and upper bound."""
         gpus = scenario.cluster.world_size
         step_bounds_s: tuple[float, float] | None = None
         fastest_step_s = step_s
@@ -85,5 +85,5 @@ class RunTime:
         )
 
     def costs(self, rate_per_s: float) -> tuple[float, float, float]:
-        """Return the cost of the run and its lower and upper bound, at a rate per second."""
+        """Return the cost of the run at a rate per second, with a lower and an upper bound."""
         return rate_per_s * self.run_s, rate_per_s * self.low_s, rate_per_s * self.high_s

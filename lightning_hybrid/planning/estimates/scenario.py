@@ -57,12 +57,12 @@ class Scenario:
 
     @property
     def is_local(self) -> bool:
-        """True if nodes take several steps between two averages."""
+        """True if nodes train independently for several steps between two averages."""
         return self.sync_across_nodes_every > 1 and self.cluster.num_nodes > 1
 
     @property
     def averaged_bytes(self) -> int:
-        """Bytes of master weights and momentum in fp32."""
+        """Size of master weights and momentum in fp32, in bytes."""
         return BYTES * sum(numel for layer in self.layers for numel in layer.numels)
 
     @property
@@ -120,7 +120,7 @@ class Scenario:
         return with_averages(outcome, every=self.sync_across_nodes_every, average_s=self.average_s)
 
     def bounds(self) -> tuple[Scenario, Scenario] | None:
-        """Return scenarios with lower and upper bounds of the step time, or None if unknown.
+        """Return the scenarios for the lower and upper bound of the step time, or None if unknown.
 
         80 % of measured step times are expected between the bounds.
         """
@@ -171,9 +171,9 @@ class Search:
         require_whole("num_shown", self.num_shown, "it is a number of plans in the report", least=0)
 
     def run(self, scenario: Scenario) -> list[Candidate]:
-        """Return the simulated candidates without duplicates, the fastest first.
+        """Simulate all candidate plans, and return them without duplicates, sorted by step time.
 
-        Among equal times, the candidate with fewer buckets comes first.
+        Among candidates with equal times, the one with fewer buckets comes first.
         """
         plans = [
             with_buckets(replace(scenario.plan, algorithm=algorithm or "auto"), size)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Model of a cluster and of training steps on it, with links, collectives, buckets and plans."""
+"""Performance model of training steps on a cluster, with links, collectives, buckets and plans."""

@@ -56,7 +56,7 @@ class Cluster(ClusterCosts):
         on_cuda: bool,
         codec_bits: int | None = None,
     ) -> CommPlan:
-        """Choose the communication plan of a job with `plan_search.choose_plan`.
+        """Choose a communication plan for a job by simulation, or keep the default on unmeasured links.
 
         `codec_bits` is 8 for `between_nodes.dtype="int8"`, 4 for `"int4"` and None without a codec.
         On CUDA with several nodes, the result is the default plan, with a warning, unless
@@ -102,7 +102,7 @@ def is_known(cluster: Cluster) -> bool:
 
 
 def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
-    """Return clusters with lower and upper bounds of the all-reduce times, or None if unknown.
+    """Return cluster descriptions for the lower and upper bound of all-reduce times, or None if unknown.
 
     80 % of measured times lie between the bounds. One node has no all-reduce between nodes, so both
     bounds are the cluster itself.
@@ -119,7 +119,7 @@ def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
 
 
 def times_measured(cluster: Cluster) -> float:
-    """Return the ratio of the cluster's nodes to the measured nodes, or 1 if none were measured."""
+    """Return the number of nodes divided by the number of measured nodes, or 1 if none was measured."""
     return cluster.num_nodes / (cluster.measured_nodes or cluster.num_nodes)
 
 

@@ -43,7 +43,7 @@ class ClusterCosts:
     Args:
         num_nodes: Number of nodes.
         ranks_per_node: Number of ranks on each node.
-        inside: Link from a rank to others of its node. Over Gloo, its bandwidth is the rate at which a core copies or
+        inside: Link between two ranks of a node. Over Gloo, its bandwidth is the rate at which a core copies or
             adds.
         across: Link of one network card.
         nics_per_node: Number of network cards that the ranks of a node use at the same time (rails).
@@ -54,8 +54,8 @@ class ClusterCosts:
             algorithms. `two_level_int8` is the curve with a codec, which defaults to that of `two_level`.
         measured_nodes: Number of nodes on which the curves were measured.
         codec: Throughput of a codec's rounding between nodes.
-        groups: Nodes that differ from the others. Every all-reduce runs at the rate of the slowest link, and every
-            step at the speed of the slowest ranks. They are ignored for a job on one node.
+        groups: Nodes that differ from the rest of the cluster. Every all-reduce runs at the rate of the slowest link,
+            and every step at the speed of the slowest ranks. They are ignored for a job on one node.
         taken_share: Fraction of an accelerator's arithmetic that an all-reduce takes while it runs.
         ends: Factors on the time of stages between nodes for a bound of an interval, by the bytes from which they
             apply.
@@ -192,7 +192,7 @@ class ClusterCosts:
         )
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
-        """Return the time that a codec adds to the stage between nodes, in seconds.
+        """Return the time that a codec adds to the inter-node stage of an all-reduce, in seconds.
 
         `num_bytes` is the size of the chunk. The time is 0 without a codec.
         """

@@ -240,7 +240,7 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
     _check(num_bytes, num_nodes)
     if num_nodes == 1:
         return 0.0
-    # These bytes must leave a node (Patarasuk and Yuan 2009). No rank has data of others before the first message
+    # These bytes must leave a node (Patarasuk and Yuan 2009). No rank has data of other ranks before the first message
     # arrives.
     egress = 2 * (num_nodes - 1) / num_nodes * num_bytes
     return max(egress / (nics_per_node * across.bytes_per_s), across.latency_s)

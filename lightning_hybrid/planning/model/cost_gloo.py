@@ -66,9 +66,9 @@ class Gloo:
             )
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
-        """Return the seconds of processor work, given its time per unit and the numbers of units.
+        """Return the processor time in seconds, given the time per work item and the numbers of items.
 
-        `of_busiest` is the number of units of the busiest rank, and `of_all` that of all ranks
+        `of_busiest` is the number of items of the busiest rank, and `of_all` that of all ranks
         together.
 
         >>> Gloo(stage_s=0, message_s=0, segment_s=0, num_shared_cores=2).work_s(1.0, of_busiest=3, of_all=10)

@@ -187,7 +187,7 @@ class Nccl:
         return ("tree", int(job.num_bytes > ll_bytes)) if job.num_bytes <= most else None
 
     def coded_sum(self, num_bytes: float, num_nodes: int, across: Link) -> Cost:
-        """Return the communication cost of an all-reduce through a codec between nodes.
+        """Return the communication cost of an inter-node all-reduce of encoded gradients.
 
         The time of the codec itself is not included.
 
@@ -209,7 +209,7 @@ class Nccl:
         return fastest if num_nodes == 2 else fastest + fastest
 
     def reduce(self, num_bytes: float, num_ranks: int, inside: Link, *, is_sharded: bool) -> Cost:
-        """Return the cost of a reduce inside a node, along a chain in chunks.
+        """Return the cost of a chunked reduce along a chain of the ranks of a node.
 
         The broadcast costs the same. With `is_sharded`, the result is the cost of a reduce-scatter
         or an all-gather round a ring.

@@ -20,10 +20,10 @@ from lightning_hybrid.planning.model.cost import StageCost
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedChunk:
-    """Chunk of a bucket that passes through the stages of an all-reduce from `ready_s` on.
+    """Chunk of a gradient bucket, with the all-reduce stages that it passes through.
 
-    Chunks of equal algorithm and column queue for the same threads, one for each stage. With
-    `is_serial`, one thread or CUDA stream runs all stages of one chunk before the next chunk.
+    The first stage can start at `ready_s`. Chunks of equal algorithm and column queue for the same threads, one for
+    each stage. With `is_serial`, one thread or CUDA stream runs all stages of one chunk before the next chunk.
     """
 
     bucket: int
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(eq=False)
 class _Task:
-    """Stage that is processing a chunk.
+    """Processing of one chunk in one stage, with the remaining work.
 
     `left_s` is the remaining work in seconds at full rate.
     """
@@ -71,7 +71,7 @@ class _StageThread:
 
 
 def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
-    """Simulate every stage of every chunk, and return the spans in the order of their ends.
+    """Simulate every stage of every chunk, and return the time spans in the order of completion.
 
     Chunks that are ready at the same time start in the given order.
 

@@ -184,7 +184,7 @@ class NcclJob:
 
 
 def tree_correction(num_bytes: float, place: int) -> float:
-    """Return the fraction of bandwidth that NCCL expects a tree to reach with this many bytes.
+    """Return the fraction of bandwidth that NCCL expects a tree to reach at this message size.
 
     The table is read at the largest power of two up to the size. The fraction is 1 below 64 B or
     beyond the table. `place` is the protocol: 0 is LL, 1 is LL128, 2 is Simple.
@@ -199,7 +199,7 @@ def tree_correction(num_bytes: float, place: int) -> float:
 def nvls_tree_round_bytes(
     num_bytes: float, *, num_nodes: int, heads: int, generation: Generation
 ) -> float:
-    """Return the bytes of a node that are in flight on an edge of an NVLS tree.
+    """Return the number of bytes per node that are in flight on an edge of an NVLS tree.
 
     They are channels x heads x chunk, and at most `num_bytes`.
 
@@ -223,7 +223,7 @@ def nvls_tree_round_bytes(
 def tree_round_bytes(
     num_bytes: float, place: int, *, num_channels: int, num_nodes: int, ranks_per_node: int
 ) -> float:
-    """Return the bytes of a node that are in flight on an edge of a tree.
+    """Return the number of bytes per node that are in flight on an edge of a tree.
 
     They are channels x chunk, and at most `num_bytes`. `place` is the protocol: 0 is LL, 1 is
     LL128, 2 is Simple.

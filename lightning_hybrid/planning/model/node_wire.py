@@ -53,7 +53,7 @@ class NodeWire:
         return bits_of_codec.get(self.name)
 
     def num_bytes(self, num_bytes: float) -> float:
-        """Return the bytes sent between nodes for `num_bytes` of a bucket.
+        """Return the size on the wire of `num_bytes` of a gradient bucket, in bytes.
 
         The gradients of the bucket must be whole codec blocks.
         """
@@ -62,7 +62,7 @@ class NodeWire:
         return num_bytes / self.itemsize * message_bytes(BLOCK, self.bits) / BLOCK
 
     def padded(self, numel: int) -> int:
-        """Return the number of elements that a gradient has on the wire.
+        """Return the number of elements that a gradient has on the wire, including padding.
 
         A codec pads the last block of the gradient.
 
@@ -73,7 +73,7 @@ class NodeWire:
 
 
 def bits_of(wire: NodeWire | None) -> Literal[8, 4] | None:
-    """Return the bits per element of a codec, or None without a codec."""
+    """Return the bits per element of a wire format if it is a codec, otherwise None."""
     return None if wire is None else wire.bits
 
 
@@ -134,7 +134,7 @@ class CodecRates:
         return cls(int8_bytes_per_s=rates[0], int4_bytes_per_s=rates[1], kernel_s=KERNEL_S)
 
     def seconds(self, wire: NodeWire, numel: float, num_nodes: int) -> float:
-        """Return the time in seconds that a rank encodes and decodes `numel` elements.
+        """Return the time that a rank needs to encode and decode `numel` elements, in seconds.
 
         The time is 0 for a dtype and for a single node.
 

@@ -43,7 +43,10 @@ CLEARLY_LESS_BY_HIERARCHY = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Communication plan with its simulated step, in which all ranks have mean speed."""
+    """Communication plan with its simulated step time.
+
+    All ranks have mean speed in the simulation.
+    """
 
     plan: CommPlan
     num_buckets: int
@@ -140,7 +143,7 @@ def candidates(
 
 
 def chosen(candidates: Sequence[Candidate], *, on_cuda: bool) -> Candidate:
-    """Return the fastest candidate, or the best flat one on CUDA unless another is 5 % faster."""
+    """Return the fastest candidate, but on CUDA the best flat one unless another is 5 % faster."""
     flat = next(
         (candidate for candidate in candidates if candidate.plan.algorithm in FLAT_ON_CUDA), None
     )

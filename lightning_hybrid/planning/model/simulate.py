@@ -121,7 +121,7 @@ class SimulatedSteps:
         return self.alone_s / self.step_s
 
     def quantile_s(self, share: float) -> float:
-        """Return the time in seconds that a fraction `share` of the steps does not exceed."""
+        """Return the quantile of the step time at `share`, in seconds."""
         return float(np.quantile(self.steps_s, share))
 
 

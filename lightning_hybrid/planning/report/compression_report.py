@@ -43,7 +43,7 @@ class CompressionReport:
         itemsize: int,
         on_cuda: bool,
     ) -> CompressionReport | None:
-        """Simulate a step in each compressed format under the best of `plans`.
+        """Simulate a step with each compressed format, each under its best plan.
 
         Returns None for a single node.
         """
@@ -57,7 +57,7 @@ class CompressionReport:
 
     @property
     def proposal(self) -> str | None:
-        """Value of `comm_dtype_across_nodes` that clearly shortens a step, or None if none does."""
+        """Value of `comm_dtype_across_nodes` that clearly shortens a step, or None if no value does."""
         found = proposed(self.plain, self.steps)
         return None if found is None else found.name
 
@@ -82,7 +82,7 @@ class CompressionReport:
         )
 
     def table(self) -> str:
-        """Return a Markdown table with one row per format."""
+        """Return a Markdown table with one row per wire format."""
         lines = [
             "| between nodes | step s | exposed s | rounding s | MB from a node | of the step without |",
             "|---|---|---|---|---|---|",

@@ -118,7 +118,7 @@ class MemoryReport:
 
     @property
     def usable_bytes(self) -> float | None:
-        """Bytes of the device that a plan may use, or None if the device is unknown."""
+        """Device memory that a run may use, in bytes, or None if the device is unknown."""
         if self.memory_bytes is None:
             return None
         return USABLE_SHARE * self.memory_bytes
@@ -133,7 +133,7 @@ class MemoryReport:
 
     @property
     def is_data_parallel_possible(self) -> bool:
-        """True if a rank that holds the whole network fits under some settings."""
+        """True if data-parallel training fits into memory under some combination of settings."""
         return self.memory_bytes is None or bool(self.fitting)
 
     def sentence(self, pipelines: Sequence[PipelineChoice], device: str) -> str:
@@ -199,7 +199,7 @@ class MemoryReport:
         return sum(sum(block.numels) for block in self.blocks)
 
     def table(self) -> str:
-        """Return a Markdown table of memory needs under the run's settings and under others."""
+        """Return a Markdown table of memory needs under the configured settings and alternatives."""
         lists = [need for need in self.fitting if need != self.asked and need not in self.alone]
         header = ["memory of a rank", "state GB", "activations GB", "GB"]
         if self.tracked:

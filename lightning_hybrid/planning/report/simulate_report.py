@@ -37,7 +37,7 @@ FAR_RANKS = (256, 1024, 4096, 16384)  # additional ranks of the curve in table.m
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """Simulated step at one number of ranks.
+    """Result of a simulated training step for one number of ranks.
 
     `least_s` is a lower bound for the time of any all-reduce of all gradients between these nodes.
     """
@@ -87,12 +87,12 @@ class SimulationReport:
         """Simulate the run at several numbers of ranks, and with other communication plans.
 
         Args:
-            scenario: Run of which a step is simulated.
+            scenario: Training run for which a step is simulated.
             network: Network whose memory is measured.
             planned: Length and rates of the run.
             memory_settings: Settings on which the memory of a rank depends.
             search: Search for other plans. None: no search.
-            scaling_ranks: Numbers of ranks of the curve. None: around that of the scenario, and thousands.
+            scaling_ranks: Numbers of ranks of the scaling curve. None: the result of `scales`.
             preset: As in the class.
         """
         if scenario.is_local:
@@ -123,7 +123,7 @@ class SimulationReport:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return the key figures of the run by name.
+        """Return the main results of the run by name, such as step time and efficiency.
 
         Energy and price are included if the cluster's description has rates for them.
         """
@@ -222,7 +222,7 @@ class SimulationReport:
         )
 
     def _best_plan(self) -> str:
-        """Return a sentence that names the fastest plan, or says why the default should stay."""
+        """Return a sentence that names the fastest plan, or explains why the default plan is kept."""
         scenario = self.scenario
         own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
         best, comparison = self._best_and_flat(own_s)
@@ -255,7 +255,7 @@ class SimulationReport:
         )
 
     def _best_and_flat(self, own_s: float) -> tuple[Candidate, str]:
-        """Return the plan to compare with the configured one, and a sentence on flat plans.
+        """Return the plan to compare with the configured one, and a sentence on flat all-reduces.
 
         The plan is chosen as in `plan_search`.
 
@@ -291,7 +291,7 @@ class SimulationReport:
         return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
 
     def markdown(self) -> str:
-        """Return the full report in Markdown, with figures, buckets, scaling curve and plans."""
+        """Return the full report in Markdown, with results, buckets, scaling curve and plans."""
         scenario = self.scenario
         numbers = self.numbers()
         if (
@@ -385,7 +385,7 @@ def _compression(
 def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
     """Return a Markdown table of the best plans and the slowest one.
 
-    It lists how much longer the step of each plan takes than that of the best.
+    The column "more" says how much longer a step takes under each plan than under the best one.
     """
     best = candidates[0]
     lines = ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]
@@ -402,7 +402,7 @@ def _longer(step_s: float, best_s: float) -> str:
 
 
 def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
-    """Return the numbers of ranks of the scaling curve.
+    """Return the numbers of ranks at which the scaling curve is simulated.
 
     They go from one to four times `num_ranks`, followed by numbers of up to 16,384.
 

@@ -70,7 +70,7 @@ class TuneReport:
         base: CommPlan,
         words: TuneWords,
     ) -> TuneReport:
-        """Fit a cluster description to the measurements, and choose the communication plan for a step on it.
+        """Fit a cluster description to measurements, and choose a communication plan for a step on it.
 
         Args:
             samples: Measured times.
@@ -200,7 +200,10 @@ class TuneReport:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def write(self, folder: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Write `cluster/<name>.yaml`, `plan.json`, `summary.json` and `table.md`."""
+        """Write the cluster description, the plan, the summary and the tables to a folder.
+
+        The files are `cluster/<name>.yaml`, `plan.json`, `summary.json` and `table.md`.
+        """
         (folder / "cluster").mkdir(parents=True, exist_ok=True)
         content = {
             "config": config,

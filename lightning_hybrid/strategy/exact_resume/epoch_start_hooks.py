@@ -1,4 +1,4 @@
-"""Warning about `on_train_epoch_start` hooks, which do not run when a fit resumes within an epoch."""
+"""Warning about `on_train_epoch_start` hooks that do not run when training resumes within an epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("lightning", "pytorch_lightning", "lightning_hybrid", "recipes")
 
 
 def warn_of_skipped_epoch_start(trainer: Any) -> None:
-    """Warn if a fit resumes within an epoch and user code defines `on_train_epoch_start`.
+    """Warn if training resumes within an epoch and user code defines `on_train_epoch_start`.
 
     The hook ran before the checkpoint and does not run again. A data set, sampler or loss that it configures therefore
     starts with its initial values. Lightning warns about this only for loaders without a state.
@@ -38,7 +38,7 @@ def warn_of_skipped_epoch_start(trainer: Any) -> None:
 
 
 def _is_users(callback: Any) -> bool:
-    """Return whether a callback is user code that defines `on_train_epoch_start`."""
+    """Return whether a callback belongs to user code and defines `on_train_epoch_start`."""
     is_lambda = isinstance(callback, lightning_types("pytorch.callbacks.LambdaCallback"))
     if is_lambda:
         return _HOOK in vars(callback)

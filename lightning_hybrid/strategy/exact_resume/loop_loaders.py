@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopReader:
-    """Reader of a loader in a user's own loop, in which each iteration over the loader is an epoch.
+    """Reader of a data loader in a user's own training loop, where each iteration is one epoch.
 
     The first iteration continues from the loaded state.
     """
@@ -30,11 +30,11 @@ class LoopReader:
     sets_epochs: bool = True  # Fabric counts iterations from 0 after a resume
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return True, because the user's training loop holds all iterators."""
+        """Return True, because every iterator belongs to the user's training loop."""
         return True
 
     def is_within_training(self) -> bool:
-        """Return True, because the strategy cannot know when a user's loop trains."""
+        """Return True, because the strategy cannot tell when a user's own loop is training."""
         return True
 
     def place_of(self, resume: ExactResume) -> Place:
@@ -65,7 +65,7 @@ class LoopLoaders:
         self._num_loaders = 0
 
     def process(self, loader: Any, rank: int, world_size: int) -> Any:
-        """Return a loader that supports exact resume in place of `loader`, if that is possible."""
+        """Return a loader that resumes in the middle of an epoch, or `loader` itself if it cannot."""
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
 
         if not self._is_on or not can_be_exact(loader):
@@ -76,7 +76,7 @@ class LoopLoaders:
         return exact_loader
 
     def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return a checkpoint state with each loader replaced by its state dicts of all ranks.
+        """Return the state for a checkpoint, with each loader replaced by the state dicts of all ranks.
 
         Collective if there is a loader: every rank must call it.
         """

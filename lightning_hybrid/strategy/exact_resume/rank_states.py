@@ -1,4 +1,4 @@
-"""Gathering of the loaders' state dicts of all ranks for a checkpoint."""
+"""Function that gathers the state dicts of data loaders from all ranks for a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 def states_of_all_ranks(
     states: list[dict[str, Any]], rank: int, *, is_alone: bool
 ) -> list[dict[str, Any] | None]:
-    """Gather the rank-specific entries of loader states from all ranks, for a checkpoint.
+    """Gather the rank-specific entries of data-loader states from all ranks for a checkpoint.
 
     The result has None for each loader that saves its own state through Lightning.
 

@@ -1,1 +1,1 @@
-"""How a run ends with an error: reports that name rank and cause on every rank and in the files of launchers."""
+"""Failure reports that name the failed rank and the cause on every rank and in launchers' error files."""

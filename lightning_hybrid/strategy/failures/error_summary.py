@@ -1,4 +1,4 @@
-"""Short summaries of errors for the report below a traceback, and advice on full shared memory."""
+"""Short summaries of errors for failure reports, and advice for full shared memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def shared_memory_cure(error: BaseException) -> str:
-    """Return advice if an error reports that shared memory is full, or an empty string otherwise."""
+    """Return advice if an error reports full shared memory, or an empty string otherwise."""
     if not _SHARED_MEMORY_IS_FULL.search(str(error)):
         return ""
     size = ""

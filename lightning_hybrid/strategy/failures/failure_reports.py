@@ -1,4 +1,4 @@
-"""Failure reports, which inform all ranks about errors and signals of one rank.
+"""Reports that inform all ranks about errors and signals on one rank.
 
     before the engine exists      `SetupWatchdog` names dead, stopped, hanging and failed ranks
     from then on                  the engine's watchdog names them (`comm/health/watchdog.py`)
@@ -56,7 +56,7 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 
 
 class SigtermOnAnyRank:
-    """SIGTERM handling for one fit, which lets a signal to any single rank stop all ranks.
+    """SIGTERM handling for one training run, in which a signal to any rank stops all ranks.
 
     It replaces Lightning's handler. The new handler records the signal, and a later `before_batch` raises the error.
     """
@@ -91,7 +91,7 @@ class SigtermOnAnyRank:
         connector.received_sigterm = True
 
     def before_batch(self) -> None:
-        """Raise on a rank above zero if it received SIGTERM and rank zero did not.
+        """Raise on a rank above zero that has received SIGTERM, if rank zero has not received one.
 
         Raises:
             SIGTERMException: The signal arrived before the last batch, and rank zero has not received one since.
@@ -126,7 +126,7 @@ class FailureReports:
 
     @property
     def watchdog(self) -> CommEngine | SetupWatchdog | None:
-        """Current watchdog that names lost ranks, either the engine or the setup watchdog, or None."""
+        """Current watchdog, which is the engine or the setup watchdog, or None if there is neither."""
         return self.engine or self.setup_watchdog
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class FailureReports:
     def begin(
         self, devices: Iterable[torch.device], *, has_several_communicators: bool = False
     ) -> None:
-        """Set environment variables for the process group, and record the error that the caller is handling.
+        """Set environment variables for the process group, and record the error being handled, if any.
 
         torch and NCCL read the variables when the group is created. Values that the user has set are kept.
 
@@ -158,7 +158,7 @@ class FailureReports:
         device: torch.device,
         timeout: timedelta | None,
     ) -> None:
-        """Start the setup watchdog, which lets errors name missing ranks, if there are several ranks.
+        """Start the setup watchdog, which names missing ranks in errors, if there are several ranks.
 
         Collective: every rank must call it, in the same order.
         """
@@ -166,7 +166,7 @@ class FailureReports:
             self.setup_watchdog = watchdog_type(device=device, timeout=timeout)
 
     def end_setup(self) -> None:
-        """Stop the setup watchdog, after which the engine's watchdog names missing ranks."""
+        """Stop the setup watchdog, because the engine's watchdog replaces it."""
         watchdog = self.setup_watchdog
         self.setup_watchdog = None
         if watchdog is not None:
@@ -175,11 +175,11 @@ class FailureReports:
     # ---- a signal ----------------------------------------------------------------------------
 
     def watch_sigterm(self, trainer: pl.Trainer) -> None:
-        """Install the SIGTERM handling through which a signal to any rank stops all ranks."""
+        """Install a SIGTERM handler, so that a signal to any rank stops all ranks."""
         self._sigterm = SigtermOnAnyRank(trainer)
 
     def before_batch(self) -> None:
-        """Raise before the next batch if a SIGTERM to this rank ends it.
+        """Raise if this rank has received SIGTERM and must stop before the next batch.
 
         Raises:
             SIGTERMException: As in `SigtermOnAnyRank.before_batch`.
@@ -191,7 +191,7 @@ class FailureReports:
 
     @property
     def ending_error(self) -> BaseException | None:
-        """Error that ends this rank alone, or None.
+        """Error that is ending this rank but not the other ranks, or None.
 
         A SIGTERM does not count, because all ranks handle it together and may save a checkpoint.
         """
@@ -201,11 +201,11 @@ class FailureReports:
         return error
 
     def is_failing(self) -> bool:
-        """Return whether an error is ending this rank, after which other ranks join no more collectives."""
+        """Return whether an error is ending this rank, so that other ranks join no more collectives."""
         return self.ending_error is not None
 
     def refuse_to_save_alone(self, option: str, where: str) -> None:
-        """Raise if this rank is failing and would therefore save a checkpoint without the other ranks.
+        """Raise if this rank is failing and would save a checkpoint without the other ranks.
 
         Args:
             option: The option that needs all ranks to save, for the error message.
@@ -224,7 +224,7 @@ class FailureReports:
         )
 
     def is_alone(self) -> bool:
-        """Return whether an error has ended the run on this rank, after reporting it to the other ranks."""
+        """Return whether an error has ended the run on this rank, and report it to the other ranks."""
         # Callbacks receive an error before the strategy does, and may save a checkpoint (`save_on_exception`).
         trainer = getattr(self.module, "_trainer", None)
         error = self.ending_error
@@ -235,7 +235,7 @@ class FailureReports:
         return True
 
     def report(self, exception: BaseException, *, rank: int, first_rank: int) -> None:
-        """Report an error of this rank to the other ranks, or add the name of the rank that caused it.
+        """Report an error of this rank to the other ranks, or name the rank that caused it.
 
         Args:
             exception: The error, to which notes are added or whose message is changed.
@@ -288,7 +288,7 @@ class FailureReports:
     # ---- end ---------------------------------------------------------------------------------
 
     def end(self, module: pl.LightningModule | None) -> None:
-        """Log the step at which the run stopped, and remove the environment variables that `begin` set."""
+        """Log the step at which the run stopped, and unset the environment variables set by `begin`."""
         self.end_setup()
         ended_by = self.ended_by
         self.ended_by = None
@@ -303,7 +303,7 @@ class FailureReports:
 
 
 def _note_started_rank(exception: BaseException, first_rank: int) -> None:
-    """Add a note with the failed rank to an error that Lightning's launcher raised for a child process."""
+    """Add a note that names the failed rank to an error that Lightning's launcher raised for a child."""
     index = getattr(exception, "error_index", None)
     if index is not None:
         location = f"On rank {first_rank + index} (host {host_identity()[0]})"
@@ -311,7 +311,7 @@ def _note_started_rank(exception: BaseException, first_rank: int) -> None:
 
 
 def use_own_names(exception: BaseException, *, strategy: str) -> None:
-    """Replace DDP's names in an error message of Lightning by the names of this `strategy`."""
+    """Replace the names of DDP's strategies in an error message by the name of the given strategy."""
     if exception.args and isinstance(exception.args[0], str):
         exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
 
@@ -326,9 +326,9 @@ def refuse_after_failure(engine: CommEngine | None) -> None:
 
 
 def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
-    """Log on rank zero the step at which a fit stopped early and the checkpoint to resume from.
+    """Log on rank zero the step at which training stopped and the checkpoint to resume from.
 
-    If an error stopped the fit, the text becomes a note of the error instead.
+    If an error stopped the run, the text becomes a note of the error instead.
     """
     is_sigterm = isinstance(exception, lightning_types(_SIGTERM))
     # After an error before the first step, there is nothing to resume.
@@ -353,7 +353,7 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
 
 
 def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Return the path of the newest checkpoint on disk, or else the URL of the first remote one."""
+    """Return the path of the newest local checkpoint, or else the URL of the first remote one."""
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         last_path = getattr(callback, "last_model_path", "")
@@ -368,7 +368,7 @@ def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return a one-line reason why this rank ends, for the messages of the other ranks."""
+    """Return a one-line reason why this rank ends, for the error messages of the other ranks."""
     if isinstance(exception, lightning_types(_SIGTERM)):
         return "it received SIGTERM"
     if isinstance(exception, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Error file of a rank, from which torchrun's final report takes the failed rank and the cause."""
+"""Per-rank error file from which torchrun's final report reads the failed rank and the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _written: set[str] = set()
 
 
 def write_error_file(exception: BaseException) -> None:
-    """Write an error to torchrun's error file, if torchrun started this rank and the file does not exist."""
+    """Write an error to torchrun's error file, if torchrun set its path and the file does not exist."""
     path = os.environ.get(ERROR_FILE)
     # An exit or an interruption is not a failure that the user has to investigate.
     if not path or os.path.exists(path) or not isinstance(exception, Exception):
@@ -38,7 +38,7 @@ def write_error_file(exception: BaseException) -> None:
 
 
 def remove_error_file() -> None:
-    """Remove error files that this process wrote for errors that user code has caught."""
+    """Remove the error files that this process wrote for errors that user code later caught."""
     for path in _written:
         with suppress(OSError):
             os.unlink(path)
@@ -46,7 +46,10 @@ def remove_error_file() -> None:
 
 
 def last_words(exception: BaseException) -> str:
-    """Return the summary that names the failed rank and the cause, as printed below the traceback."""
+    """Return the summary of a failure that is printed below the traceback.
+
+    It is the note that names the failed rank and the cause, or else a summary of the error.
+    """
     for note in getattr(exception, "__notes__", ()):
         if note.startswith(RULE):
             return str(note).removeprefix(RULE).strip()

@@ -1,4 +1,4 @@
-"""Watchdog for the setup of a run, which names failed ranks before the communication engine exists."""
+"""Watchdog that names failed ranks during setup, before the communication engine exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTSIDE = "in no collective"
 
 
 class SetupWatchdog:
-    """Watchdog that names dead, stopped, hanging or failed ranks while there is no communication engine.
+    """Watchdog that names dead, stopped, hanging or failed ranks before the communication engine exists.
 
     Collective: every rank must create it, in the same order.
 
@@ -52,7 +52,7 @@ class SetupWatchdog:
     def _new_watchdog(self, device: torch.device, timeout: timedelta | None) -> Watchdog:
         hosts_and_addresses: list[tuple[str, list[str]]] = [("", [])] * self._world_size
         dist.all_gather_object(hosts_and_addresses, (host_identity()[0], tcp_info.own_addresses()))
-        # A process may fit more than once, so each setup uses a separate store.
+        # A process may call `Trainer.fit` more than once, so each setup uses a separate store.
         setup_number = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
 
         give_up_after_s = None
@@ -93,7 +93,7 @@ class SetupWatchdog:
         return self._device_waits.stalled_s()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Abort the communicators of a GPU, so that its waits end.
+        """Abort the communicators of a GPU, so that pending collectives end.
 
         Waits of Gloo cannot be cancelled.
         """
@@ -102,7 +102,7 @@ class SetupWatchdog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark a section as a collective wait for the diagnosis of failures.
+        """Return a context that marks its code as waiting for other ranks in the diagnosis of failures.
 
         A rank that fails inside the section counts as one that waited for other ranks.
         """
@@ -111,7 +111,7 @@ class SetupWatchdog:
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Return a message with the cause of a failed collective, followed by this rank's own error.
+        """Return a message with the cause of a failed collective and with this rank's own error.
 
         The diagnosis is the same on every rank.
         """
@@ -124,9 +124,9 @@ class SetupWatchdog:
         return "in a collective that averages no gradients"
 
     def abort(self, reason: str) -> None:
-        """Report to the other ranks the reason why this rank ends."""
+        """Report to the other ranks the reason why this rank is ending."""
         self._watchdog.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:
-        """Stop the watchdog, which may already be stopped."""
+        """Stop the watchdog. Repeated calls have no effect."""
         self._watchdog.leave()

@@ -46,7 +46,7 @@ TOO_EARLY = r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\
 
 
 def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension | None:
-    """Return the extension for local SGD, or None with a warning if there is only one node."""
+    """Return the extension for local SGD, or warn and return None if there is only one node."""
     if fit.topology.num_nodes > 1:
         return LocalStepsExtension(fit, steps)
     rank_zero_warn(
@@ -57,12 +57,12 @@ def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension |
 
 
 class LocalStepsExtension(FitExtension):
-    """Extension that averages weights over nodes after every period of local optimizer steps.
+    """Extension for local SGD, which averages weights over nodes every fixed number of steps.
 
     It implements `between_nodes=LocalSteps(...)`.
 
     Args:
-        fit: Fit that is about to start.
+        fit: Description of the training run that is about to start.
         steps: Options of the local steps.
 
     Raises:
@@ -78,7 +78,7 @@ class LocalStepsExtension(FitExtension):
             | in_precision(fit.precision)
         )
         self.steps = steps
-        self._nodes: IndependentNodes | None = None  # set from `after_setup` to the end of the fit
+        self._nodes: IndependentNodes | None = None  # set from `after_setup` to the end of the run
         # Loaded from a checkpoint, and kept until nodes begin to train independently.
         self._loaded_momentum: dict[str, Tensor] | None = None
         self._warning_filter: Any = None
@@ -86,23 +86,23 @@ class LocalStepsExtension(FitExtension):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return the engine options whose values all ranks must agree on."""
+        """Return the option `between_nodes` for the engine to compare between ranks."""
         return {"compared": {"between_nodes": self.steps}}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Create the process group and all-reduce engine of each node.
+        """Create a process group and an all-reduce engine for the ranks of each node.
 
         Learning-rate schedules step on all nodes from now on, even on a node that skips an optimizer step.
 
         Collective: every rank must call it, in the same order.
         """
         self._nodes = _new_nodes(fit)
-        # With an overridden `optimizer_step` one node may skip a step that another takes. All nodes reach the next
+        # With an overridden `optimizer_step` one node may skip a step that another node runs. All nodes reach the next
         # batch, so the period ends there.
         has_own_step = is_overridden("optimizer_step", fit.module, "pytorch.LightningModule")
         self._nodes.ends_in_step = not has_own_step
         for config in fit.trainer.lr_scheduler_configs:
-            # Otherwise a node that skips a step would have another learning rate than the other nodes.
+            # Otherwise a node that skips a step would have a different learning rate from the other nodes.
             release_schedule(config)
         warnings.filterwarnings("ignore", TOO_EARLY, UserWarning)
         self._warning_filter = warnings.filters[0]
@@ -115,7 +115,7 @@ class LocalStepsExtension(FitExtension):
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Let nodes train independently from step `from_step` on.
+        """Switch to independent training of the nodes once step `from_step` is reached.
 
         If periods cannot end within a step, this averages at the end of a period and then is collective.
         """
@@ -150,7 +150,7 @@ class LocalStepsExtension(FitExtension):
             nodes.outer = self._new_outer_step(fit)
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Run the optimizer step, and average over nodes if the step ends a period.
+        """Run the optimizer step, and average over nodes if it is the last step of a period.
 
         Collective at the end of a period.
         """
@@ -167,14 +167,14 @@ class LocalStepsExtension(FitExtension):
     # ---- averages --------------------------------------------------------------------------------------------------
 
     def _average(self, fit: RunningFit, num_steps: int | None = None) -> None:
-        """Average weights, statistics and momentum over nodes.
+        """Average weights, BatchNorm statistics and momentum over nodes.
 
         Nodes continue from these averages.
 
         Collective: every rank must call it, in the same order.
 
         Args:
-            fit: Running fit.
+            fit: Description of the training run.
             num_steps: Number of steps taken so far. None: `trainer.global_step`.
         """
         nodes = self._nodes
@@ -197,7 +197,7 @@ class LocalStepsExtension(FitExtension):
         nodes.has_own_weights = False
 
     def _average_all(self, fit: RunningFit) -> None:
-        """Give all ranks the same training state, so that one checkpoint file holds all of it.
+        """Make the training state equal on all ranks, so that one checkpoint file can hold it.
 
         Collective: every rank must call it, in the same order.
         """
@@ -208,7 +208,7 @@ class LocalStepsExtension(FitExtension):
             self._nodes.has_own_state = False
 
     def _average_moving_averages(self, fit: RunningFit) -> None:
-        """Average the moving averages of weights, and frozen weights that user code has written, over nodes.
+        """Average EMA or SWA weights, and frozen weights that user code has changed, over nodes.
 
         Between two calls, each node's moving averages follow its own weights. Training steps do not need their mean.
 
@@ -242,7 +242,7 @@ class LocalStepsExtension(FitExtension):
         return outer
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
-        """Add the momentum of the outer step to the checkpoint."""
+        """Add the momentum of the outer optimizer step to a checkpoint."""
         outer = None
         if self._nodes is not None:
             outer = self._nodes.outer
@@ -254,18 +254,18 @@ class LocalStepsExtension(FitExtension):
             checkpoint[OUTER_MOMENTUM] = self._loaded_momentum
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the checkpoint's outer momentum until nodes train independently.
+        """Load the outer momentum of a checkpoint, which nodes use when they train independently.
 
         All nodes load the same state, so they train together until the next batch.
         """
         self._loaded_momentum = checkpoint.get(OUTER_MOMENTUM)
         if self._nodes is not None:
-            # Callbacks such as LearningRateFinder load a checkpoint during a fit.
+            # Callbacks such as LearningRateFinder load a checkpoint during training.
             self._nodes.join(fit.wrapped, fit.engine)
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Return a context in which the module holds the state averaged over nodes.
+        """Return a context in which the module holds state that is averaged over nodes.
 
         Collective while nodes train independently, unless the run is failing.
         """
@@ -285,17 +285,17 @@ class LocalStepsExtension(FitExtension):
         self._average_moving_averages(fit)
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Average all state over nodes, so that hooks at the end of training see it.
+        """Average all state over nodes before the hooks at the end of training run.
 
         Collective: every rank must call it, in the same order.
         """
         self._average_all(fit)
 
     def status(self) -> dict[str, Any]:
-        """Return `RunStatus` fields that name the ranks that agree on skipped steps and on state.
+        """Return `RunStatus` fields with the ranks that skip the same steps and share the same state.
 
-        `verdict_group` holds the ranks that skip the same steps. `node_group` holds the ranks whose state is equal now,
-        or is None if all ranks hold the same state.
+        `verdict_group` holds the ranks that skip the same steps. `node_group` holds the ranks whose state is currently
+        equal, or is None if all ranks hold the same state.
         """
         nodes = self._nodes
         if nodes is None:
@@ -321,7 +321,7 @@ class LocalStepsExtension(FitExtension):
             )
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Close the engine and the process group of this rank's node."""
+        """Close the engine of this rank's node and destroy its process group."""
         nodes = self._nodes
         self._nodes = None
         self._loaded_momentum = None
@@ -355,7 +355,7 @@ def _new_nodes(fit: RunningFit) -> IndependentNodes:
 
 
 def _trained_parameters(fit: FitContext) -> dict[str, Tensor]:
-    """Return the parameters whose gradients DDP averages, by name."""
+    """Return the trainable parameters whose gradients DDP averages, by name."""
     trained: dict[str, Tensor] = {}
     for name, parameter in _parameters_in_ddp(fit):
         if parameter.requires_grad:
@@ -364,7 +364,7 @@ def _trained_parameters(fit: FitContext) -> dict[str, Tensor]:
 
 
 def _frozen(fit: RunningFit) -> list[Tensor]:
-    """Return the floating-point parameters that do not require gradients."""
+    """Return the frozen floating-point parameters that DDP does not ignore."""
     frozen = []
     for _, parameter in _parameters_in_ddp(fit):
         if not parameter.requires_grad and parameter.is_floating_point():
@@ -373,7 +373,7 @@ def _frozen(fit: RunningFit) -> list[Tensor]:
 
 
 def _written_on_any_rank(frozen: Sequence[Tensor], nodes: IndependentNodes) -> list[Tensor]:
-    """Return the frozen parameters that any rank has written since all ranks held the same values.
+    """Return the frozen parameters that any rank has modified since all ranks last held equal values.
 
     Collective: every rank must call it, in the same order.
     """
@@ -399,7 +399,7 @@ def _weights(fit: RunningFit) -> dict[str, Tensor]:
 
 
 def _broadcasts_buffers(fit: RunningFit) -> bool:
-    """Return whether DDP broadcasts buffers from one rank to the others.
+    """Return whether DDP broadcasts buffers from one rank to all others.
 
     If not, each rank keeps its own buffers.
     """

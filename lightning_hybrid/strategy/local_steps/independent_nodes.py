@@ -1,4 +1,4 @@
-"""Averages over nodes that train independently, and the outer optimizer step (DiLoCo).
+"""Averaging over nodes that train independently, and the outer optimizer step of DiLoCo.
 
     flat      | tensor 0 | tensor 1 | ...     in fp32, from the leader of each node; zeros from its other ranks
     average   sum over all ranks of flat / number of nodes
@@ -34,7 +34,7 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 class NodeAverage:
-    """Average of tensors over nodes, computed by all-reduces of an engine.
+    """Averaging of tensors over nodes by all-reduces of a communication engine.
 
     Attributes:
         device: Device on which the engine adds tensors.
@@ -49,11 +49,11 @@ class NodeAverage:
 
     @property
     def is_narrow(self) -> bool:
-        """True if tensors can be sent between nodes in a narrower dtype than fp32."""
+        """True if tensors can be sent between nodes in a narrower data type than fp32."""
         return self._engine.dtype_across_nodes is not None
 
     def begin_step(self, num_steps: int) -> None:
-        """Set the number of optimizer steps taken so far.
+        """Set the number of completed optimizer steps, which seeds the codec's random rounding.
 
         The random rounding of the codec depends on it.
         """
@@ -126,7 +126,7 @@ class NodeAverage:
             future.wait()
 
     def _next_blocks(self, flat: Tensor) -> Tensor | None:
-        """Return the indices of the codec's blocks in `flat`, counted since `begin_step`.
+        """Return the indices of the codec blocks in `flat`, counted since the last `begin_step`.
 
         Returns None if there is no codec.
         """
@@ -144,7 +144,7 @@ class NodeAverage:
 
 
 class OuterStep:
-    """Outer optimizer of DiLoCo, with the last common weights and optional Nesterov momentum.
+    """Outer optimizer of DiLoCo, which updates the common weights with optional Nesterov momentum.
 
         d = mean over nodes of (w - w_n)          w: last common weights; w_n: weights of node n after its local steps
         m <- momentum * m + d
@@ -170,12 +170,12 @@ class OuterStep:
 
     @torch.no_grad()
     def differences(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the difference between the last common weights and this node's weights, w - w_n."""
+        """Return the last common weights minus this node's weights, w - w_n."""
         return list(torch._foreach_sub(self._common, list(weights)))
 
     @torch.no_grad()
     def step_(self, weights: Sequence[Tensor], differences: list[Tensor]) -> None:
-        """Compute the next common weights and write them into `weights`.
+        """Update the common weights by one outer optimizer step and copy them into `weights`.
 
         Args:
             weights: Weights of this node.
@@ -190,7 +190,7 @@ class OuterStep:
 
 
 class IndependentNodes:
-    """Per-fit state of nodes that train independently between averages.
+    """State of nodes that train independently between averages, during one training run.
 
     Args:
         engine: Engine that all-reduces over all ranks.
@@ -202,7 +202,7 @@ class IndependentNodes:
         average: Average over nodes.
         outer: Outer step. None: nodes continue from the mean.
         ends_in_step: Whether nodes average within the last step of a period, and not before the next batch.
-        is_independent: Whether nodes train independently now.
+        is_independent: Whether nodes currently train independently.
         num_periods: Number of periods that have ended.
         versions: torch's version counters of the frozen parameters when all nodes last held the same values.
         has_own_weights: Whether weights may have diverged between nodes since the last average.
@@ -232,13 +232,13 @@ class IndependentNodes:
         self._hook_state = hook_state
 
     def mark_diverged(self) -> None:
-        """Mark weights and optimizer state as diverged between nodes."""
+        """Record that weights and optimizer state may differ between nodes."""
         self.has_own_weights = True
         self.has_own_moving_averages = True
         self.has_own_state = True
 
     def separate(self, model: Any) -> None:
-        """Let nodes train independently from now on, with gradients averaged within each node.
+        """Average gradients only within each node from now on, so that nodes train independently.
 
         Args:
             model: Module in `DistributedDataParallel`.
@@ -251,7 +251,7 @@ class IndependentNodes:
         )
 
     def join(self, model: Any, engine: CommEngine) -> None:
-        """Let nodes train together again, after all of them have loaded the same state.
+        """Average gradients over all ranks again, after all nodes have loaded the same state.
 
         Args:
             model: Module in `DistributedDataParallel`.
@@ -273,7 +273,7 @@ def _broadcast_in_node(group: dist.ProcessGroup, buffers: Mapping[str, Tensor]) 
 
 
 def row_chunks(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
-    """Cut 1-D tensors into chunks of `numel` elements. The last chunk may have fewer.
+    """Split 1-D tensors into chunks of `numel` elements, the last of which may be smaller.
 
     >>> [[row.tolist() for row in chunk] for chunk in row_chunks([torch.arange(3), torch.arange(4)], 2)]
     [[[0, 1]], [[2], [0]], [[1, 2]], [[3]]]
@@ -294,7 +294,7 @@ def row_chunks(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as a 1-D tensor of real numbers, in memory order."""
+    """Return a tensor's elements as a 1-D tensor of real numbers, in memory order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return flattened(tensor, tensor)
@@ -305,5 +305,5 @@ def _numel_of(rows: Sequence[Tensor]) -> int:
 
 
 def _split_like(flat: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of `flat` with the lengths of these 1-D tensors."""
+    """Split `flat` into consecutive views with the lengths of the given 1-D tensors."""
     return list(flat.split([row.numel() for row in rows]))

@@ -27,7 +27,7 @@ from lightning_hybrid.strategy.local_steps.independent_nodes import NodeAverage
 
 
 class _Entry(NamedTuple):
-    """Description of one tensor of optimizer state, which is equal on all ranks that have the tensor.
+    """Description of one optimizer-state tensor, by which ranks compare and match their tensors.
 
     Attributes:
         optimizer: Index of the optimizer.
@@ -48,7 +48,7 @@ class _Entry(NamedTuple):
 
 @torch.no_grad()
 def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> None:
-    """Average the momentum of optimizers over nodes.
+    """Average the optimizers' momentum buffers over nodes.
 
     Collective: every rank of WORLD must call it, in the same order.
     """
@@ -68,7 +68,7 @@ def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> 
 def agree_on_state_(
     optimizers: Sequence[Optimizer], step_states: Sequence[OptimizerStepState], average: NodeAverage
 ) -> None:
-    """Give all ranks the same optimizer state, loss scale and number of skipped steps.
+    """Make optimizer state, loss scales and counts of skipped steps equal on all ranks.
 
     Collective: every rank of WORLD must call it, in the same order.
     """
@@ -84,7 +84,7 @@ def agree_on_state_(
 
 
 class _OptimizerTensors:
-    """Tensors of optimizer state, in an order that is the same on all ranks."""
+    """Tensors of optimizer state, in the same order on all ranks."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._parameters: list[list[Tensor]] = []
@@ -96,7 +96,7 @@ class _OptimizerTensors:
         self._entries = sorted(self._entries_here(), key=_sort_key)
 
     def _entries_here(self) -> Iterator[_Entry]:
-        """Yield a description of each tensor of optimizer state on this rank."""
+        """Yield a description of each optimizer-state tensor on this rank."""
         for optimizer_index, parameters in enumerate(self._parameters):
             state = self._states[optimizer_index]
             for parameter_index, parameter in enumerate(parameters):
@@ -115,7 +115,7 @@ class _OptimizerTensors:
         return self._parameters[entry.optimizer][entry.parameter]
 
     def compare(self, value: Any) -> tuple[bool, list[Any]]:
-        """Return whether all ranks hold the same state tensors, and gather `value` from each rank.
+        """Return whether all ranks have the same state tensors, and the values gathered from all ranks.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
@@ -126,7 +126,7 @@ class _OptimizerTensors:
         return has_same_entries, [value_of_rank for _, value_of_rank in gathered]
 
     def add_missing_tensors(self) -> None:
-        """Add zeros for the state tensors that only other ranks have.
+        """Add zeros for state tensors that exist only on other ranks.
 
         A node whose steps were all skipped has no state yet.
 
@@ -167,13 +167,13 @@ class _OptimizerTensors:
         _take_largest_(counts, average.device)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of each moment."""
+        """Yield the name and tensor of each moment, such as momentum or mean squared gradients."""
         for name, value, is_moment in self._tensors():
             if is_moment:
                 yield name, value
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield the name of each tensor, the tensor, and whether it is a moment instead of a step count."""
+        """Yield the name of each tensor, the tensor, and whether it is a moment or a step count."""
         for entry in self._entries:
             parameter = self._parameter_of(entry)
             tensor = self._states[entry.optimizer][parameter][entry.name]
@@ -184,7 +184,7 @@ class _OptimizerTensors:
 
 
 def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the common loss scale and skipped-step counts, given the states of several nodes.
+    """Return the common loss scale and number of skipped steps, given the states of all ranks.
 
     >>> states = [{"loss_scale": {"scale": scale}, "num_skipped_steps": skipped} for scale, skipped in ((8, 0), (4, 1))]
     >>> agreed(states)
@@ -224,7 +224,7 @@ def _sort_key(entry: _Entry) -> tuple[int, int, str, tuple[int, ...], str, str]:
 
 
 def _take_largest_(counts: Sequence[Tensor], device: torch.device) -> None:
-    """Replace each tensor by its elementwise maximum over all ranks."""
+    """Replace each tensor in place by its elementwise maximum over all ranks."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for count in counts:
         groups.setdefault((count.dtype, count.device), []).append(count)

@@ -1,4 +1,4 @@
-"""Extension that slices the layers listed in `node_slices` over the ranks of a node during a fit."""
+"""Extension for `node_slices`, which applies tensor parallelism within a node during training."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightning_hybrid.strategy.user_code_checks import refuse_what_is_not_averag
 
 
 def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesExtension | None:
-    """Return the extension that slices layers, or None with a warning if every node has one rank.
+    """Return the extension that slices layers, or warn and return None if every node has one rank.
 
     Args:
-        fit: Fit that is about to start.
+        fit: Description of the training run that is about to start.
         options: Features that the strategy's options request, with their descriptions.
 
     Raises:
@@ -55,9 +55,9 @@ def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesEx
 class NodeSlicesExtension(FitExtension):
     """Extension that slices the layers listed in `node_slices` over the ranks of a node.
 
-    Validation within the fit uses full weights, from the start of the validation epoch to its last hook. Ranks may then
-    have different numbers of samples and batches, and one rank may run the module alone. Other runs of the trainer,
-    such as `trainer.test`, use full layers.
+    Validation during training uses full weights, from the start of the validation epoch to its last hook. Ranks may
+    then have different numbers of samples and batches, and one rank may run the module alone. Other runs of the
+    trainer, such as `trainer.test`, use full layers.
 
     Args:
         layers: Groups of layer names that are sliced together. They include layers of this rank's pipeline stage only.
@@ -67,7 +67,7 @@ class NodeSlicesExtension(FitExtension):
     def __init__(self, layers: list[tuple[str, ...]], *, is_adasum: bool) -> None:
         self._layers = layers
         self._is_adasum = is_adasum
-        self._slices: SlicedFit | None = None  # set from `before_optimizers` to the end of the fit
+        self._slices: SlicedFit | None = None  # set from `before_optimizers` to the end of the run
         self._is_first_step_compared = False
         self._averaged: set[int] = set()  # `id`s of the parameters whose gradients are averaged
 
@@ -97,7 +97,7 @@ class NodeSlicesExtension(FitExtension):
         rank_zero_info(f"slices: {names} over the {len(fit.topology.node)} ranks of each node")
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Make optimizers, overflow check and gradient clipping account for all slices of the node.
+        """Let optimizers, the overflow check and gradient clipping account for slices on all ranks of a node.
 
         From now on optimizer steps, the overflow check and clipping by norm are collective within the node.
         """
@@ -124,7 +124,7 @@ class NodeSlicesExtension(FitExtension):
     def before_training_step(
         self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Check in the first step that sliced layers compute the same values as full layers.
+        """Check before the first step that sliced layers compute the same values as full layers.
 
         The first call is collective.
 
@@ -162,7 +162,7 @@ class NodeSlicesExtension(FitExtension):
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Return a context in which the module's state dict holds full layers on every rank.
+        """Return a context in which the module's state dict contains full tensors on every rank.
 
         Collective: every rank must call it, in the same order.
         """
@@ -178,7 +178,7 @@ class NodeSlicesExtension(FitExtension):
     def optimizer_state(
         self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the optimizer state with full tensors on every rank.
+        """Return an optimizer's state dict with full tensors on every rank.
 
         Collective: every rank must call it, in the same order.
         """
@@ -187,11 +187,11 @@ class NodeSlicesExtension(FitExtension):
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields an optimizer state with this rank's slices of full tensors."""
+        """Return a context that yields an optimizer state dict with this rank's slices."""
         return nullcontext(self._sliced_fit.cut_state(state, optimizer))
 
     def status(self) -> dict[str, Any]:
-        """Return the `RunStatus` field that lets callbacks read this rank's slices without a collective."""
+        """Return the `RunStatus` field that lets callbacks read this rank's slices without communication."""
         if self._slices is None:
             return {}
         return {"own_state": self._slices.own_state}
@@ -199,11 +199,11 @@ class NodeSlicesExtension(FitExtension):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Record whether a failure has ended the process groups, so that cleanup does not wait for them."""
+        """Record whether a failure has aborted the process groups, so that cleanup does not wait for them."""
         self._sliced_fit.is_aborted = fit.device.type == "cuda" and bool(fit.engine.failure)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
-        """Restore full layers and optimizer state on every rank, unless the run has failed."""
+        """Restore full layers and full optimizer state on every rank, unless the run has failed."""
         slices = self._slices
         self._slices = None
         vars(fit.precision).pop("clip_grad_by_norm", None)

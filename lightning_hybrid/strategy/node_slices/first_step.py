@@ -48,7 +48,7 @@ TOLERANCE_IN_EPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class _PairRecord:
-    """Values of one call of a layer pair, or of a single sliced layer, in the pass with full layers.
+    """Record of one call of a layer pair or of a single sliced layer, in the pass with full layers.
 
     Attributes:
         features: Input of the pair's last layer. None: the layer is not in a pair.
@@ -63,14 +63,14 @@ class _PairRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _OutputRecord:
-    """Shapes and norms of the output of a module that is not sliced."""
+    """Record of the shapes and norms of the output of a module that is not sliced."""
 
     shapes: list[tuple[int, ...]]
     norms: list[float]
 
     @classmethod
     def of(cls, output: Any) -> _OutputRecord:
-        """Return the shapes and norms of an output's floating-point tensors.
+        """Create a record of the shapes and norms of an output's floating-point tensors.
 
         Scalars are left out. They are losses, which on slices lack the other ranks' terms of a penalty on weights.
         """
@@ -84,14 +84,14 @@ class _OutputRecord:
 
 
 class _BackwardReachedError(Exception):
-    """Signal that the forward pass of a manual-optimization step has reached `manual_backward`."""
+    """Exception that ends the forward pass of a manual-optimization step at `manual_backward`."""
 
 
 class FirstStep:
-    """Check that runs a rank's first training step with full layers and with slices, and compares them.
+    """Comparison of a rank's first training step with full layers and with sliced layers.
 
     Args:
-        fit: Fit whose first step is about to run.
+        fit: Description of the training run whose first step is about to begin.
         slices: Layers that are sliced.
         args, kwargs: Arguments of `training_step`.
     """
@@ -142,7 +142,7 @@ class FirstStep:
             )
 
     def _reason_to_skip(self) -> str:
-        """Return the reason why the step cannot be compared, or an empty string.
+        """Return the reason why the comparison must be skipped, or an empty string.
 
         All ranks of the node return the same reason.
         """
@@ -175,7 +175,7 @@ class FirstStep:
                 raise ValueError(message)
 
     def _raise_from_slices(self, error: Exception) -> None:
-        """Re-raise an error that occurred only with sliced layers, with a note on the layer pair around it."""
+        """Re-raise an error that occurred only with sliced layers, with a note on the enclosing layer pair."""
         if self._open_pair is not None:
             names = " and ".join(f"`{name}`" for name in self._open_pair)
             num_slices = dist.get_world_size(self._slices.node)
@@ -197,7 +197,7 @@ class FirstStep:
             self._slices.use_slices()
 
     def _run(self, hooks: _Hooks, layers: AbstractContextManager[None]) -> Exception | None:
-        """Run `training_step` with these hooks and layers, restore all state and return its error, if any."""
+        """Run `training_step` with the given hooks and layers, restore all state, and return any error."""
         module = self._module
         isolated_random_state = lightning_function("pytorch.utilities.seed.isolate_rng")
         requires_grad = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
@@ -266,11 +266,11 @@ class FirstStep:
         return self._open_pair is not None
 
     def add_record(self, name: str, record: _PairRecord | _OutputRecord) -> None:
-        """Store the record of one call of a module in the pass with full layers."""
+        """Store the record of one module call in the pass with full layers."""
         self._records[name].append(record)
 
     def next_record(self, name: str) -> Any:
-        """Remove and return the record of the next call of a module in the pass with full layers.
+        """Remove and return the record of a module's next call in the pass with full layers.
 
         Returns None if there was no such call.
         """
@@ -369,7 +369,7 @@ class FirstStep:
 
 
 class _Hooks:
-    """Forward hooks of one pass, on sliced layers and on all other modules."""
+    """Forward hooks for one pass of the training step, on sliced layers and on all other modules."""
 
     def __init__(self, step: FirstStep) -> None:
         self.step = step
@@ -418,7 +418,7 @@ class _WholeHooks(_Hooks):
         self._draws = False
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
-        """Seed the random generators in the same way as a pair of sliced layers does."""
+        """Seed the random number generator in the same way as a pair of sliced layers does."""
         super().begin_pair(names, sliced, device)
         sliced.entrance.enter(device)
 
@@ -437,12 +437,12 @@ class _WholeHooks(_Hooks):
         self._draws = False
 
     def end_module(self, name: str, output: Any) -> None:
-        """Record the norms of a module's output."""
+        """Record the shapes and norms of a module's output."""
         self.step.add_record(name, _OutputRecord.of(output))
 
 
 class _SliceHooks(_Hooks):
-    """Hooks that compare the values of sliced layers with the records of full layers.
+    """Hooks that compare the values of sliced layers with the recorded values of full layers.
 
     They also replace the outputs of sliced layers by those of full layers.
     """
@@ -513,7 +513,7 @@ def _module_hook(hooks: _Hooks, name: str) -> Callable[..., None]:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Context that disables dropout in modules, functions and attention."""
+    """Torch function mode that disables dropout in modules, functions and attention."""
 
     # Functions with an argument `training`.
     _WITH_TRAINING = frozenset(

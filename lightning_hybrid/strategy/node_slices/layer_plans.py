@@ -17,9 +17,9 @@ READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
 
 
 def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the layers that `module` and its submodules list in `node_slices`, as names in `module`.
+    """Return the groups of layers that `module` and its submodules list in `node_slices`.
 
-    Each group of names is a layer pair, or a single embedding or output layer.
+    Each group holds the names in `module` of a layer pair, or of a single embedding or output layer.
 
     Raises:
         ValueError: A name is not a layer of its network, or a layer has no plan.
@@ -32,7 +32,7 @@ def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator[tuple[str, ...]]:
-    """Yield the layer groups for one entry of `node_slices` or of a plan."""
+    """Yield the groups of layer names that one entry of `node_slices` or of a slicing plan stands for."""
     try:
         layers = [network.get_submodule(name) for name in names]
     except AttributeError as error:
@@ -66,7 +66,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _planned(layer: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
-    """Yield the layer groups of a layer's plan, or of the plans of its sublayers."""
+    """Yield the groups of layer names in a layer's slicing plan or in the plans of its sublayers."""
     plan = _plan_of(layer)
     if plan is not None:
         for names in plan:

@@ -154,7 +154,7 @@ def _refuse_ties(
 
 
 def _parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a layer without those of its sublayers, by name."""
+    """Return a layer's own parameters by name, without those of its sublayers."""
     return {name: value for name, value in layer._parameters.items() if value is not None}
 
 

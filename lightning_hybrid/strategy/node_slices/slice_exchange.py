@@ -22,13 +22,13 @@ def _no_wait() -> None:
 
 
 class NodeRanks:
-    """Process group of the ranks that share sliced layers, with its collectives.
+    """Process group of the ranks that share sliced layers, with the collectives of these layers.
 
     Collective: every rank of the group must call each method that sends tensors, in the same order, with the same
     number of samples `[b, ...]`.
 
     Attributes:
-        is_whole: Whether layers compute with full tensors now, each rank by itself.
+        is_whole: Whether layers currently compute with full tensors, each rank by itself.
         is_own_state: Whether state dicts hold this rank's slices. Taking one then is not collective.
         wait_for_ranks: Function that waits for all ranks before a state dict is gathered.
         handles: Handles of the hooks at the entrances of pairs.
@@ -49,7 +49,7 @@ class NodeRanks:
         return self  # a copy of a layer is sliced over the same ranks
 
     def gather(self, images: Tensor) -> Tensor:
-        """Return the samples of all ranks, `[g b, ...]`, in rank order.
+        """Gather the samples of all ranks in rank order, with the shape `[g b, ...]`.
 
         Backward sums their gradients over ranks, as `reduce_scatter` does.
         """
@@ -57,7 +57,7 @@ class NodeRanks:
         return _exchange(copies.flatten(0, 1), self.group)
 
     def reduce_scatter(self, partial_sums: Tensor) -> Tensor:
-        """Return the sum over ranks of `[g b, ...]` for this rank's samples, `[b, ...]`.
+        """Sum partial results `[g b, ...]` over ranks and return those of this rank's samples, `[b, ...]`.
 
         It is computed in fp32 at least and rounded once.
         """

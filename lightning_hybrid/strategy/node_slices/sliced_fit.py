@@ -1,4 +1,4 @@
-"""Per-fit slicing of layers over the ranks of a node, with full state for checkpoints and validation."""
+"""Slicing of layers over the ranks of a node for one training run, with full state for checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATE_LIMIT_S = 20.0
 def cut_(
     module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks
 ) -> list[SlicedLayer]:
-    """Slice layers of `module` in place and return the replacement of every layer that holds a slice.
+    """Slice layers of `module` in place, and return a `SlicedLayer` for each layer that holds a slice.
 
     Args:
         module: Network whose layers are sliced.
@@ -73,7 +73,7 @@ def cut_(
 def _replacements_of_group(
     module: nn.Module, names: tuple[str, ...], ranks: NodeRanks
 ) -> dict[nn.Module, SlicedLayer]:
-    """Return the replacements of the layers of a pair, or of one embedding or output layer."""
+    """Return the `SlicedLayer` of each layer in a pair, or of one embedding or output layer."""
     first = module.get_submodule(names[0])
     last = module.get_submodule(names[-1])
     entrance = Entrance(ranks)
@@ -97,7 +97,7 @@ def _replacements_of_group(
 def _cut_parameters(
     sliced_layers: Mapping[nn.Module, SlicedLayer], ranks: NodeRanks
 ) -> dict[int, Slice]:
-    """Replace the data of the layers' parameters by this rank's slices and return the slices by `id`."""
+    """Replace the data of parameters by this rank's slices, and return the slices by parameter `id`."""
     slices: dict[int, Slice] = {}
     for layer, sliced in sliced_layers.items():
         for name, dim in sliced.dims.items():
@@ -111,7 +111,7 @@ def _cut_parameters(
 
 
 class SlicedFit:
-    """Sliced layers of one fit, with their process groups and the slices of their optimizer state.
+    """Sliced layers of one training run, with their process groups and sliced optimizer state.
 
     Full layers are broadcast from rank zero before they are sliced, as DDP does.
 
@@ -179,7 +179,7 @@ class SlicedFit:
                 names_of_slices.append(name)
         self._lent.enter_context(ignored_by_ddp(module, names_of_slices))
 
-        # Every fit of the process has its own prefix in the store.
+        # Every training run of the process has its own prefix in the store.
         fit_number = private_store("lightning_hybrid/slices").add(str(topology.rank), 1)
         self._store = private_store(f"lightning_hybrid/slices/{fit_number}")
         self._ranks.wait_for_ranks = self._wait_for_ranks
@@ -200,7 +200,7 @@ class SlicedFit:
         return num_bytes
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the parameter with this `id` is sliced."""
+        """Return whether the parameter with the given `id` is sliced."""
         return key in self._slices
 
     # ---- step ------------------------------------------------------------------------------------------------------
@@ -214,12 +214,12 @@ class SlicedFit:
         is_adasum: bool,
         window: HalfPrecisionWindow | None,
     ) -> None:
-        """Start averaging slice gradients between nodes and let optimizers compute norms over all slices.
+        """Start averaging slice gradients between nodes, and let optimizers compute norms over all slices.
 
         LARS and LAMB then compute norms over all slices of a tensor.
 
         Args:
-            optimizers: Optimizers of the fit.
+            optimizers: Optimizers of the run.
             comm_dtype: Dtype of gradients on the wire. None: their own dtype.
             is_last_backward: Returns whether the current backward is the last of its step.
             is_adasum: Whether nodes combine gradients by Adasum instead of the mean.
@@ -250,9 +250,9 @@ class SlicedFit:
 
     @property
     def frozen(self) -> set[int]:
-        """The `id`s of the slices that are frozen now.
+        """Set of the `id`s of sliced parameters that do not require gradients.
 
-        Their gradients are not averaged in this fit.
+        Gradients of parameters that are frozen when training starts are not averaged in this run.
         """
         return {key for key, parameter in self._parameters.items() if not parameter.requires_grad}
 
@@ -274,7 +274,7 @@ class SlicedFit:
         return value
 
     def agree_on_overflow(self, scaler: Any) -> None:
-        """Make Lightning's gradient scaler skip a step on all ranks of the node or on none."""
+        """Make Lightning's gradient scaler skip a step on either all ranks of the node or none."""
         unscale = scaler._unscale_grads_
 
         def unscale_on_node(*args: Any) -> Any:
@@ -287,7 +287,7 @@ class SlicedFit:
     # ---- validation and state --------------------------------------------------------------------------------------
 
     def use_whole_layers(self) -> None:
-        """Make layers compute with full weights, each rank by itself, until `use_slices`.
+        """Gather full weights, with which each rank computes by itself until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order.
         """
@@ -304,7 +304,7 @@ class SlicedFit:
 
     @contextmanager
     def own_state(self) -> Iterator[None]:
-        """Return a context in which state dicts hold this rank's slices, without a collective."""
+        """Return a context in which state dicts contain this rank's slices and need no communication."""
         self._ranks.is_own_state = True
         try:
             yield
@@ -340,14 +340,14 @@ class SlicedFit:
         return [rank for rank in ranks if not self._store.check([f"{self._num_states}/{rank}"])]
 
     def whole_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a state dict of `optimizer` with full tensors on every rank.
+        """Return an optimizer's state dict with full tensors on every rank.
 
         Collective: every rank of the node must call it, in the same order.
         """
         return with_entries(state, optimizer, self._whole_entry)
 
     def cut_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a state dict of `optimizer` with this rank's slices in place of full tensors."""
+        """Return an optimizer's state dict with this rank's slices in place of full tensors."""
         return with_entries(state, optimizer, self._cut_entry)
 
     def _whole_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
@@ -365,10 +365,10 @@ class SlicedFit:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, optimizers: Sequence[Optimizer], *, is_whole: bool) -> None:
-        """Restore the module and the optimizers, and end the process groups.
+        """Restore the module and the optimizers, and destroy the process groups.
 
         Args:
-            optimizers: Optimizers of the fit.
+            optimizers: Optimizers of the run.
             is_whole: Whether to gather full parameters and optimizer state, which is collective. If False, the module
                 keeps its slices.
         """
@@ -413,7 +413,7 @@ def _parameters_with_slices(layers: Sequence[SlicedLayer]) -> Iterator[tuple[Any
 def _with_tensors_of_shape(
     entry: Mapping[str, Any], shape: torch.Size, change: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Return an entry of optimizer state with each tensor of this shape replaced by `change(tensor)`."""
+    """Return an optimizer-state entry with `change` applied to each tensor of the given shape."""
     changed_entry = {}
     for name, value in entry.items():
         if isinstance(value, Tensor) and value.shape == shape:

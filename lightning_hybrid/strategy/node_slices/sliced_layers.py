@@ -1,4 +1,4 @@
-"""Tensor-parallel layers, whose weights are sliced over the ranks of a node during a fit.
+"""Tensor-parallel layers, whose weights are sliced over the ranks of a node during training.
 
 All ranks of a node compute together on the samples of the whole node:
 
@@ -55,7 +55,7 @@ class Slice:
 
     @classmethod
     def of(cls, whole: Tensor, dim: int, ranks: NodeRanks, *, num_blocks: int = 1) -> Slice:
-        """Return the description of this rank's slice of a tensor.
+        """Create the description of this rank's slice of a tensor.
 
         Args:
             whole: Full tensor.
@@ -82,7 +82,7 @@ class Slice:
         return part
 
     def gather_whole(self, part: Tensor) -> Tensor:
-        """Return the full tensor, assembled from the slices that the ranks pass.
+        """Return the full tensor, assembled from the slices of all ranks.
 
         Collective: every rank of the node must call it, in the same order.
         """
@@ -95,14 +95,14 @@ class Slice:
 
 
 class SlicedLayer:
-    """Tensor-parallel replacement of the methods of a layer whose parameters are slices.
+    """Base class of tensor-parallel layers, which replace methods of layers in the user's network.
 
-    They are installed as attributes of the layer. This base class only handles the state of the slices, which is enough
-    for a layer with a tied weight. Subclasses add a `forward`.
+    The new methods are installed as attributes of the layer. This base class only handles the state of the slices,
+    which is enough for a layer with a tied weight. Subclasses add a `forward`.
 
     Args:
         layer: Layer of the user's network.
-        entrance: Entrance of the pair that the layer belongs to.
+        entrance: Input stage of the pair that the layer belongs to.
 
     Attributes:
         slices: Slices of the layer's parameters, by name of the parameter.
@@ -118,21 +118,24 @@ class SlicedLayer:
         self.slices: dict[str, Slice] = {}
 
     def install(self) -> None:
-        """Make the layer compute with slices and save full tensors."""
+        """Replace the layer's methods, so that it computes with slices but saves full tensors."""
         vars(self.layer).update(
             sliced=self, state_dict=self.state_dict, _load_from_state_dict=self.load
         )
         self.use_slices()
 
     def remove(self) -> None:
-        """Restore the layer's own methods. Its parameters must be full tensors again."""
+        """Restore the layer's own methods.
+
+        Its parameters must be full tensors again.
+        """
         self.use_slices()
         for name in ("sliced", "state_dict", "_load_from_state_dict", "forward"):
             vars(self.layer).pop(name, None)
 
     @torch.no_grad()
     def use_whole_tensors(self) -> None:
-        """Gather the full tensors, with which each rank computes alone until `use_slices`.
+        """Gather full tensors, with which each rank computes by itself until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order. Afterwards the layer's
         `forward` is not collective.
@@ -148,7 +151,7 @@ class SlicedLayer:
             vars(self.layer)[name] = whole
 
     def use_slices(self) -> None:
-        """Make the layer compute with its slices, and free the full tensors."""
+        """Make the layer compute with its slices, and free gathered full tensors."""
         for name in self.slices:
             whole = vars(self.layer).pop(name, None)
             if whole is not None and self.ranks.window is not None:
@@ -159,8 +162,8 @@ class SlicedLayer:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's state dict with full tensors.
 
-        Collective: every rank of the node must call it, in the same order, unless state dicts hold
-        slices now (`NodeRanks.is_own_state`).
+        Collective: every rank of the node must call it, in the same order, unless state dicts
+        currently hold slices (`NodeRanks.is_own_state`).
         """
         # A state-dict hook would run too late, after the user's hooks, which may insert other values.
         state = type(self.layer).state_dict(self.layer, *args, **kwargs)
@@ -184,7 +187,7 @@ class SlicedLayer:
         type(self.layer)._load_from_state_dict(self.layer, state_of_rank, prefix, *arguments)
 
     def averaged_parameter(self, name: str) -> Any:
-        """Return a parameter of the layer, with a gradient that is averaged over the ranks of the node.
+        """Return a view of a parameter whose gradient is averaged over the ranks of the node.
 
         Backward adds the gradients of all ranks' losses, and a hook on the returned view divides them by the number of
         ranks. Gradients that other code adds to the parameter are not divided. Parameters that are not sliced are
@@ -223,7 +226,7 @@ class RowLinear(SlicedLayer):
     def forward(self, features: Tensor) -> Tensor:
         """Return all output features of this rank's samples.
 
-        Ranks' partial sums are added in fp32 at least and rounded once.
+        The partial sums of all ranks are added in at least fp32 and rounded once.
         """
         self.entrance.leave()
         partial_sums = F.linear(features, self.averaged_parameter("weight"))
@@ -234,7 +237,7 @@ class RowLinear(SlicedLayer):
 
 
 class HeadsAttention(SlicedLayer):
-    """`nn.MultiheadAttention` sliced by heads.
+    """Replacement of `nn.MultiheadAttention` that is sliced by attention heads.
 
     Its `out_proj` is the last layer of the pair.
     """
@@ -253,7 +256,7 @@ class HeadsAttention(SlicedLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Return the attention output of this rank's samples, with each rank computing its own heads.
+        """Return the attention output for this rank's samples, with heads computed on all ranks.
 
         Raises:
             ValueError: Attention weights are requested, or a mask does not apply to all heads.
@@ -293,7 +296,7 @@ class HeadsAttention(SlicedLayer):
         return output.transpose(0, batch_dim), None
 
     def _split_heads(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the queries, keys and values of this rank's heads.
+        """Return the projected queries, keys and values of this rank's heads.
 
         Each has the shape `[g b, heads / g, t, head_dim]`.
         """
@@ -312,7 +315,7 @@ class HeadsAttention(SlicedLayer):
 
 
 def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
-    """Return the sum of masks as a bias that is added to attention scores.
+    """Return the sum of attention masks as a bias that is added to the attention scores.
 
     It is -inf where a boolean mask is True. Returns None if there is no mask.
     """
@@ -331,7 +334,7 @@ def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
 
 
 class Entrance:
-    """Entrance of a layer pair, which gathers the node's samples and seeds this rank's random numbers.
+    """Input stage of a layer pair, which gathers the node's samples and seeds this rank's generator.
 
     Inside the pair each rank draws its own random numbers, because each rank has other features there. With one random
     state on all ranks, dropout would drop the same positions of each slice. After the pair the random state continues
@@ -346,7 +349,7 @@ class Entrance:
         self._seeded_state: Tensor | None = None  # its state at the beginning of the pair
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the arguments of `module` from all ranks, as a forward pre-hook."""
+        """Gather the arguments of `module` from all ranks of the node, as a forward pre-hook."""
         if self.ranks.is_whole:
             return None
         return self.gather((args, kwargs))
@@ -391,7 +394,7 @@ class Entrance:
         return self.ranks.gather(tensor).repeat_interleave(num_copies, 0)
 
     def enter(self, device: torch.device) -> None:
-        """Seed this rank's random numbers for the code inside the pair."""
+        """Seed this rank's random number generator for the code inside the pair."""
         generator = torch.default_generator
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index]
@@ -408,7 +411,7 @@ class Entrance:
         return not torch.equal(self._generator.get_state(), self._seeded_state)
 
     def leave(self) -> None:
-        """Restore the random state from before the pair."""
+        """Restore the random number generator's state from before the pair."""
         generator = self._generator
         outside_state = self._outside_state
         self._generator = None

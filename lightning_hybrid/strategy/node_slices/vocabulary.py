@@ -40,7 +40,7 @@ def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
 
 
 class VocabularyEmbedding(SlicedLayer):
-    """Embedding sliced by tokens, from token numbers `[b, ...]` to vectors `[b, ..., n]`."""
+    """Embedding layer sliced over its vocabulary, from tokens `[b, ...]` to vectors `[b, ..., n]`."""
 
     dims: ClassVar[dict[str, int]] = {"weight": 0}
 
@@ -66,7 +66,7 @@ class VocabularyEmbedding(SlicedLayer):
 
 
 class VocabularyHead(ColumnLinear):
-    """Output layer sliced by classes, from features `[b, ..., n]` to logits `[b, ..., classes]`."""
+    """Output layer sliced over classes, from features `[b, ..., n]` to logits `[b, ..., classes]`."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of this rank's samples for all classes."""
@@ -89,7 +89,7 @@ class VocabularyHead(ColumnLinear):
         return F.pad(logits[..., :num_classes], (0, num_padded), value=-torch.inf)
 
     def losses_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of this rank's targets, given the logits of each rank's slice of classes.
+        """Return the cross-entropy of this rank's targets, given logits that are sliced over classes.
 
         Args:
             logits: Logits of all samples of the node for this rank's classes, `[g b, ..., classes / g]`.
@@ -122,9 +122,9 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _rows_in_slice(
     numbers: Tensor, weight_slice: Slice, ignored: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices of tokens or classes in this rank's slice, and a mask of those that it holds.
+    """Convert token or class numbers to indices in this rank's slice, with a mask of those it holds.
 
-    The index of a number that another rank holds is 0.
+    A number that another rank holds gets the index 0 and is not in the mask.
 
     Args:
         numbers: Tokens or classes, counted over the whole vocabulary.

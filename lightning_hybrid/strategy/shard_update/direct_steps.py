@@ -16,7 +16,7 @@ from lightning_hybrid.precision.optimizer_protocol import closure_in
 
 
 class DirectSteps:
-    """Global optimizer hooks of torch that run the steps of some optimizers within a context.
+    """Global optimizer hooks of torch that run the steps of selected optimizers within a context.
 
     With half precision the hooks of the precision plugin enter the context instead.
 

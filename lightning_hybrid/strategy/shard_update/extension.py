@@ -1,4 +1,4 @@
-"""Extension that shards the optimizer update over ranks and writes checkpoints with full state."""
+"""Extension that shards the optimizer update over ranks and saves full state in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Scope = Literal["node", "world"]
 
 
 def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | None:
-    """Return the extension that shards the update, or None with a warning if only one rank shares it.
+    """Return the extension that shards the update, or warn and return None if only one rank shares it.
 
     Raises:
         ValueError: The precision or the nodes cannot be combined with `shard_update`.
@@ -53,16 +53,16 @@ class ShardUpdateExtension(FitExtension):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self._name = f"`shard_update` (={scope!r})"
-        self._shared: ShardedFit | None = None  # set from `after_setup` to the end of the fit
+        self._shared: ShardedFit | None = None  # set from `after_setup` to the end of the run
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return engine options with a plan that can reduce-scatter gradients to the ranks that update them."""
+        """Return engine options with a plan that can reduce-scatter gradients to the ranks that own them."""
         # On CUDA, and with one rank on each node, `auto` all-reduces all gradients.
         is_flat = fit.device.type == "cuda" or fit.topology.ranks_per_node == 1
         return {"plan": plan_for_owners(plan, is_flat=is_flat), "shares_update": self._scope}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Shard master weights and optimizer state."""
+        """Shard master weights and optimizer state over the ranks that share the update."""
         refuse_excluded({"shard update": self._name} | in_optimizers(fit.optimizers))
         # A late gather needs more memory, which does not pay on the fast links of a node. A compiled forward would not
         # wait for weights.
@@ -80,7 +80,7 @@ class ShardUpdateExtension(FitExtension):
         return self._shared
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Decide whether this step reduce-scatters gradients instead of all-reducing them."""
+        """Decide whether the next step reduce-scatters gradients or all-reduces them."""
         scatter = self._sharded_fit.scatter
         if scatter is not None:
             scatter.prepare_step(self._sharded_fit.is_unobserved(fit.module))
@@ -98,7 +98,7 @@ class ShardUpdateExtension(FitExtension):
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run the closure and update this rank's shards.
+        """Run the closure and update this rank's shards of the parameters.
 
         With half precision, the precision plugin updates the shards of the master weights.
         """
@@ -128,7 +128,7 @@ class ShardUpdateExtension(FitExtension):
     def optimizer_state(
         self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the optimizer state with full tensors on rank zero.
+        """Return an optimizer's state dict with full tensors on rank zero.
 
         Collective: every rank must call it, in the same order.
         """

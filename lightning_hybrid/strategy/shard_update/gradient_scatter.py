@@ -38,18 +38,21 @@ Range = tuple[int, int]
 
 
 class Move(NamedTuple):
-    """Range of bucket elements from `begin` to `end`, which starts at `packed_begin` in the packed tensor."""
+    """Range of elements in a gradient bucket, with its position in the packed tensor.
+
+    The range goes from `begin` to `end` in the bucket and starts at `packed_begin` in the packed tensor.
+    """
 
     packed_begin: int
     begin: int
     end: int
 
     def in_packed(self, packed: Tensor) -> Tensor:
-        """Return a view of the elements in the packed tensor."""
+        """Return a view of the range in the packed tensor."""
         return packed[self.packed_begin : self.packed_begin + self.end - self.begin]
 
     def in_bucket(self, buffer: Tensor) -> Tensor:
-        """Return a view of the elements in the bucket."""
+        """Return a view of the range in the bucket."""
         return buffer[self.begin : self.end]
 
 
@@ -71,7 +74,7 @@ class Packing:
 def packing_of(
     owned: Sequence[Sequence[Range]], whole_ranges: list[Range], chunks: Sequence[int]
 ) -> Packing:
-    """Return the layout of a packed tensor whose chunks each hold one equal shard per rank.
+    """Return the layout of a packed tensor whose chunks contain an equally long shard for each rank.
 
     Args:
         owned: Elements of the bucket that each rank owns.
@@ -88,7 +91,7 @@ def packing_of(
 def _moves_of_rank(
     ranges: Sequence[Range], rank: int, num_ranks: int, chunks: Sequence[int]
 ) -> list[Move]:
-    """Return the moves that fill one rank's shard of each chunk with its elements, in order."""
+    """Return the moves that copy one rank's elements into its shard of each chunk, in order."""
     moves: list[Move] = []
     remaining = list(ranges)
     chunk_begin = 0
@@ -115,9 +118,9 @@ class GradientScatter:
     Buckets that it does not handle are all-reduced as usual.
 
     Args:
-        engine: Engine of the fit.
+        engine: Communication engine of the run.
         shard_of: Returns the shard of a parameter, or None if every rank updates the full parameter.
-        is_possible: Whether the options of the fit allow a reduce-scatter.
+        is_possible: Whether the options of the run allow a reduce-scatter.
 
     Attributes:
         is_on: Whether buckets of the current step are reduce-scattered.
@@ -142,11 +145,11 @@ class GradientScatter:
         self.is_on = False
 
     def prepare_step(self, is_unobserved: bool) -> None:
-        """Set whether the next step reduce-scatters gradients, which requires that no user code reads them."""
+        """Enable the reduce-scatter for the next step if no user code reads its gradients."""
         self.is_on = self._is_possible and is_unobserved
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        """Start to reduce-scatter a bucket and return its future, or None if all ranks need its average."""
+        """Start the reduce-scatter of a bucket and return its future, or None if it must be all-reduced."""
         if not self.is_on or bucket.is_last():
             return None
         packing = self._packing_of(bucket)
@@ -171,7 +174,7 @@ class GradientScatter:
     def _scatter(
         self, bucket: dist.GradBucket, packing: Packing, before: float, after: float
     ) -> Future[Tensor]:
-        """Pack the elements that single ranks own and start their reduce-scatter."""
+        """Pack the elements that belong to single ranks, and start their reduce-scatter."""
         buffer = bucket.buffer()
         # The packed tensor is not kept between steps, to save memory.
         packed = buffer.new_zeros(packing.numel)
@@ -240,7 +243,7 @@ class GradientScatter:
 
 
 def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: float) -> Tensor:
-    """Divide this rank's sums by `divisor` and copy them into the bucket."""
+    """Divide the gradient sums of this rank's elements by `divisor` and copy them into the bucket."""
     averages = [move.in_packed(packed) for move in moves]
     if divisor != 1 and averages:
         torch._foreach_div_(averages, divisor)
@@ -249,7 +252,7 @@ def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: 
 
 
 def _store_ranges(flat: Tensor, *, buffer: Tensor, ranges: list[Range], divisor: float) -> Tensor:
-    """Divide the sums that all ranks need by `divisor` and copy them into the bucket."""
+    """Divide the gradient sums that all ranks need by `divisor` and copy them into the bucket."""
     if divisor != 1:
         flat.div_(divisor)
     numels = [end - begin for begin, end in ranges]

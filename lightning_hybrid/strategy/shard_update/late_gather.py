@@ -23,10 +23,10 @@ OF_NO_VALUE = {"grad", "grad_dtype", "requires_grad", "shape", "dtype", "device"
 
 
 class LateGather(TorchFunctionMode):
-    """Torch function mode that waits for a weight when a function reads it during its all-gather.
+    """Torch function mode that delays reads of a weight until its all-gather is complete.
 
     Module hooks would not suffice, because a callback, another layer or an optimizer's groups may read a weight without
-    its module. The mode is active for the whole fit, in the training thread. On a GPU the stream waits, not the host.
+    its module. The mode is active for the whole run, in the training thread. On a GPU the stream waits, not the host.
 
     Args:
         trace: Communication counters, to which the waiting time is added.
@@ -46,7 +46,7 @@ class LateGather(TorchFunctionMode):
             self._futures.setdefault(id(weight), []).append(future)
 
     def wait(self, keys: Iterable[int] | None = None) -> None:
-        """Wait until weights have been gathered.
+        """Wait until the all-gather of weights is complete.
 
         Args:
             keys: `id`s of the weights. Weights that are not being gathered are skipped. None: all weights.
@@ -67,7 +67,7 @@ class LateGather(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `function` once the weights among its arguments have been gathered."""
+        """Call `function` after the weights among its arguments have been gathered."""
         if kwargs is None:
             kwargs = {}
         if self._futures and _reads_values(function):
@@ -77,7 +77,7 @@ class LateGather(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _pending_among(self, arguments: Iterable[Any]) -> list[int]:
-        """Return the `id`s of the arguments that are weights being gathered.
+        """Return the `id`s of arguments that are weights whose all-gather is not complete.
 
         Lists and tuples among the arguments are searched as well.
         """

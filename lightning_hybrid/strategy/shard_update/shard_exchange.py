@@ -1,4 +1,4 @@
-"""Gathering of tensor shards among the ranks that share the update, in chunks that the engine sends.
+"""All-gather of tensor shards among the ranks that share the update, in chunks of bounded size.
 
     chunk       | rank 0's elements | rank 1's elements | ...       of as many parameters as fit
 
@@ -50,7 +50,7 @@ class PackedChunk:
 
 
 def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[PackedChunk]:
-    """Return the layout of chunks with up to `numel` elements from each rank.
+    """Return the layout of chunks that hold up to `numel` elements from each rank.
 
     Args:
         spans: For each tensor, the begin and end of each rank's elements.
@@ -80,7 +80,7 @@ def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Pa
 
 
 def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[TensorSpan]]:
-    """Split the tensor spans of one rank into pieces of `numel` elements. The last piece may be smaller."""
+    """Split one rank's tensor spans into pieces of `numel` elements, the last of which may be smaller."""
     pieces: list[list[TensorSpan]] = [[]]
     room = numel
     for index, (begin, end) in enumerate(spans):
@@ -146,7 +146,7 @@ class ShardExchange:
         tensors: Sequence[Tensor],
         late: LateGather | None = None,
     ) -> None:
-        """Complete tensors in place by an all-gather of the ranks' shards.
+        """All-gather the ranks' shards of tensors, so that every rank holds the full tensors, in place.
 
         Args:
             shards: Shards of the parameters.
@@ -168,7 +168,7 @@ class ShardExchange:
     def collect(
         self, shards: Sequence[ParameterShard], values: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Gather full tensors from the ranks' shards on the CPU of rank zero, and return None on other ranks.
+        """Gather full tensors from all ranks' shards on rank zero's CPU, and return None on other ranks.
 
         Args:
             shards: Shards of the parameters.
@@ -199,7 +199,7 @@ class ShardExchange:
         rows: Sequence[Tensor] | None,
         late: LateGather | None = None,
     ) -> None:
-        """Gather shards of tensors of one dtype on all ranks or on rank zero.
+        """Gather shards of tensors with one data type, on all ranks or on rank zero.
 
         Args:
             kind: `"gather"`: all ranks receive. `"collect"`: rank zero receives.
@@ -252,7 +252,7 @@ class ShardExchange:
 
     @torch.no_grad()
     def _unpack(self, flat: Tensor, *, chunk: PackedChunk, rows: Sequence[Tensor] | None) -> Tensor:
-        """Copy the elements of other ranks from a received chunk to their tensors.
+        """Copy other ranks' elements from a received chunk into the full tensors.
 
         It runs on the stream or thread of the engine's last stage.
         """
@@ -271,7 +271,7 @@ class ShardExchange:
         return list(elements_of_rank[: sum(numels)].split(numels))
 
     def _exchange_named(self, kind: Literal["sum", "gather", "collect"]) -> Any:
-        """Return the engine's name of an exchange among the ranks that share the update."""
+        """Return the engine's name for a collective among the ranks that share the update."""
         if self.is_in_node:
             return f"node_{kind}"
         return f"world_{kind}"
@@ -300,13 +300,13 @@ def _indices_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _part_of_row(row: Tensor, shard: ParameterShard) -> Tensor:
-    """Return a view of this rank's elements of a flattened full tensor."""
+    """Return a view of this rank's elements in a flattened full tensor."""
     begin, end = shard.spans[shard.rank]
     return row.narrow(0, begin, end - begin)
 
 
 def _parameters_in(chunk: PackedChunk, shards: Sequence[ParameterShard]) -> list[Tensor]:
-    """Return the parameters whose elements are in a chunk. A parameter may occur several times."""
+    """Return the parameters whose elements are in a chunk, possibly with repetitions."""
     parameters: list[Tensor] = []
     for spans in chunk.spans:
         for index, _, _ in spans:

@@ -28,7 +28,7 @@ Span = tuple[int, int]
 
 
 class ParameterShard:
-    """Base class of a parameter that holds either the full tensor or this rank's shard of it.
+    """Base class for parameters that switch between the full tensor and this rank's shard of it.
 
     Args:
         name: Name of the parameter, for errors.
@@ -67,13 +67,13 @@ class ParameterShard:
 
     @property
     def values(self) -> Tensor:
-        """Elements of this rank's shard, which the optimizer updates, as a 1-D tensor in fp32."""
+        """Elements of this rank's shard, which the optimizer updates, as a 1-D fp32 tensor."""
         if self.shows_part:
             return self.parameter.detach()
         return self._hidden.detach()
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor of the full shape, 1-D.
+        """Return this rank's shard of a tensor of the full shape, flattened to 1-D.
 
         It is a view if the memory layout allows it, and otherwise a copy.
         """
@@ -101,7 +101,7 @@ class ParameterShard:
         torch._C._swap_tensor_impl(self.parameter, self._hidden)
 
     def _follow_memory(self) -> None:
-        """Adopt the new memory of the parameter if user code has replaced it by `p.data = ...`.
+        """Use the parameter's new memory if user code has replaced it by `p.data = ...`.
 
         Raises:
             RuntimeError: The new memory has another dtype, shape or layout.
@@ -121,7 +121,7 @@ class ParameterShard:
             self.whole = parameter.detach()
 
     def take_writes_(self) -> None:
-        """Update the shard with values that user code has written into the full tensor.
+        """Update this rank's shard with values that user code has written into the full tensor.
 
         The parameter must hold the full tensor.
         """
@@ -131,7 +131,7 @@ class ParameterShard:
 class MasterShard(ParameterShard):
     """Half-precision parameter with this rank's shard of its fp32 master weights.
 
-    The parameter holds its half-precision copy for the whole fit, because no rank has the fp32 values of all elements.
+    The parameter holds its half-precision copy for the whole run, because no rank has the fp32 values of all elements.
 
     Args:
         pair: Parameter in both precisions. No half-precision window may open or close it any more.
@@ -161,12 +161,12 @@ class MasterShard(ParameterShard):
         vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
-        """Make the parameter hold these fp32 values of all elements, and keep its gradient."""
+        """Switch the parameter to the given full fp32 values, and preserve its gradient."""
         self._pair.fp32.data = values
         self._pair.close()
 
     def show_rounded(self) -> None:
-        """Convert the parameter's half-precision copy to fp32, unless the parameter is fp32 already."""
+        """Switch the parameter to fp32 by converting its half-precision copy, unless it is fp32 already."""
         if self._pair.is_open:
             self.show_fp32(self.whole.float())
 
@@ -199,7 +199,7 @@ class MasterShard(ParameterShard):
         torch.where(raw_bits(master.to(half.dtype)) == raw_bits(half), master, half, out=master)
 
     def fp32_values(self) -> Tensor:
-        """Return the full master weights if they are gathered, and else the half-precision copy in fp32."""
+        """Return the full master weights if they are gathered, or else the half-precision copy in fp32."""
         if self.collected is not None:
             return self.collected
         if self.shows_part:
@@ -209,16 +209,16 @@ class MasterShard(ParameterShard):
 
     @torch.no_grad()
     def load_(self, value: Tensor) -> None:
-        """Load this rank's shard of a state dict's tensor without rounding it.
+        """Load this rank's shard of a full tensor from a state dict, without rounding.
 
-        torch loads the rounded value into the half-precision copy. A state dict of this fit may hold rounded values,
+        torch loads the rounded value into the half-precision copy. A state dict of this run may hold rounded values,
         and loading them leaves the master weights unchanged.
         """
         part = self.part_of(value).to(self.whole.device)
         if not torch.equal(part, self.part_of(self.whole).float()):
             self.values.copy_(part)
 
-    # ---- copies made during the fit --------------------------------------------------------------------------------
+    # ---- copies made during the run --------------------------------------------------------------------------------
 
     def _fp32_copy(self) -> nn.Parameter:
         return nn.Parameter(self.fp32_values().clone(), requires_grad=self.parameter.requires_grad)
@@ -233,7 +233,7 @@ class MasterShard(ParameterShard):
 
 
 class WeightShard(ParameterShard):
-    """Parameter without master weights, whose shard for the optimizer shares its memory."""
+    """Parameter without master weights, whose shard is a view of the parameter's memory."""
 
     def __init__(self, name: str, parameter: nn.Parameter, spans: list[Span], rank: int) -> None:
         begin, end = spans[rank]
@@ -242,7 +242,7 @@ class WeightShard(ParameterShard):
         super().__init__(name, parameter, part, spans, rank)
 
     def take_writes_(self) -> None:
-        """Adopt the parameter's new memory if user code has replaced it.
+        """Use the parameter's new memory if user code has replaced it.
 
         The shard shares the parameter's memory, so other writes need no copy.
         """
@@ -254,7 +254,7 @@ class WeightShard(ParameterShard):
 
 @torch.no_grad()
 def write_wholes_(shards: Iterable[ParameterShard]) -> None:
-    """Round the shards of master weights into the half-precision copies, in one pass over memory."""
+    """Round this rank's shards of master weights into the half-precision copies, in one fused copy."""
     parts_of_copies: list[Tensor] = []
     values: list[Tensor] = []
     for shard in shards:

@@ -1,4 +1,4 @@
-"""Per-fit state of `shard_update`, from sharding at the start to the full module at the end."""
+"""State of `shard_update` for one training run, from sharding at its start to full tensors at its end."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from lightning_hybrid.strategy.shard_update.whole_averages import averaging_whol
 
 
 class ShardedFit:
-    """Per-fit state of `shard_update`, with this rank's parameter shards and the exchange between ranks.
+    """State of `shard_update` for one training run, with parameter shards and their collectives.
 
     Some parameters are not sharded: those of fewer blocks than the ranks of a node (`placement.is_split`), those of one
     block if all ranks share the update, and those with gaps in memory. Which rank owns which shard depends on the order
     and sizes of the parameters in the optimizers, and not on DDP's buckets.
 
     With half precision, sharded parameters leave the half-precision window. They hold their half-precision copies for
-    the whole fit, and each rank keeps the fp32 master weights of its shard. Before each use of either, this rank's
+    the whole run, and each rank keeps the fp32 master weights of its shard. Before each use of either, this rank's
     shard of the copy is compared with the master weights, to find values that user code has written.
 
     Args:
-        fit: Running fit. Its optimizers get `parts` and `add_up_`, if they have these attributes.
+        fit: Description of the training run. Its optimizers get `parts` and `add_up_`, if they have these attributes.
         is_late: Whether the all-gather of weights continues during the next forward pass.
     """
 
@@ -113,7 +113,7 @@ class ShardedFit:
                     yield parameter
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Shard the existing state of an optimizer, and make it compute and load with shards."""
+        """Shard an optimizer's existing state, and make the optimizer update and load shards."""
         # Some optimizers create state in their constructor.
         for parameter in parameters_of(optimizer):
             if id(parameter) in self.shards and parameter in optimizer.state:
@@ -128,7 +128,7 @@ class ShardedFit:
         self._lent.callback(after.remove)
 
     def _take_in(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer that user code has substituted for another one during the fit."""
+        """Prepare an optimizer that user code has substituted for another one during training."""
         is_known = any(optimizer is known_optimizer for known_optimizer in self._optimizers)
         if not is_known and self._shards_of(optimizer):
             self._prepare_optimizer(optimizer)
@@ -200,11 +200,11 @@ class ShardedFit:
         return self.exchange.largest(gradients)
 
     def scatter_gradients(self, state: HookState, *, is_possible: bool) -> None:
-        """Enable the reduce-scatter of gradients in steps in which no user code reads them.
+        """Enable the reduce-scatter of gradients for steps in which no user code reads them.
 
         Args:
             state: State of DDP's communication hook.
-            is_possible: Whether other options of the fit allow it.
+            is_possible: Whether other options of the run allow it.
         """
         engine = state.engine
         assert engine is not None
@@ -215,9 +215,9 @@ class ShardedFit:
         state.scatter = self.scatter
 
     def is_unobserved(self, module: Any) -> bool:
-        """Return whether only the optimizer update reads gradients.
+        """Return whether the optimizer update is the only reader of gradients.
 
-        The update needs only this rank's shards of them.
+        The update needs only this rank's shards of the gradients.
         """
         if self.is_half:
             is_unobserved: bool = self._precision.steps_on_scaled(module)
@@ -241,7 +241,7 @@ class ShardedFit:
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Return a context for an optimizer step on this rank's shards, which then gathers the new weights.
+        """Return a context for an optimizer step on this rank's shards, which gathers new weights at its end.
 
         Collective: every rank must enter it, in the same order.
         """
@@ -275,7 +275,7 @@ class ShardedFit:
                 shard.show_whole()
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step on the shards of parameters without master weights, and gather the new weights.
+        """Run an optimizer step on shards without master weights, and gather the new weights.
 
         Collective: every rank must call it, in the same order.
         """
@@ -317,7 +317,7 @@ class ShardedFit:
     # ---- whole values ----------------------------------------------------------------------------------------------
 
     def collect_masters(self) -> None:
-        """Gather the full master weights on rank zero, where they stay until `drop_masters`.
+        """Gather the full master weights on rank zero, until `drop_masters` is called.
 
         Collective: every rank must call it, in the same order.
         """
@@ -330,13 +330,13 @@ class ShardedFit:
             shard.collected = shard.whole if wholes is None else wholes[index]
 
     def drop_masters(self) -> None:
-        """Free the master weights that `collect_masters` has gathered."""
+        """Free the full master weights that `collect_masters` has gathered."""
         for shard in self._master_shards:
             shard.collected = None
 
     @contextmanager
     def whole_values(self) -> Iterator[None]:
-        """Return a context in which parameters hold full fp32 values, and keep what is written into them.
+        """Return a context in which parameters hold full fp32 values, which user code may modify.
 
         Collective: every rank must enter it, in the same order.
         """
@@ -367,7 +367,7 @@ class ShardedFit:
     # ---- optimizer state -------------------------------------------------------------------------------------------
 
     def state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of `optimizer`, with full tensors on rank zero.
+        """Return an optimizer's state dict with full tensors on rank zero.
 
         Collective: every rank must call it, in the same order.
         """
@@ -421,7 +421,7 @@ class ShardedFit:
 
 
 def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int, int]]]:
-    """Return each rank's range of elements of each tensor, balanced over all tensors.
+    """Return each rank's range of elements in each tensor, balanced over all tensors.
 
     Each tensor is split into one range per rank. The rank that has the fewest elements so far gets the longest range.
 
@@ -448,7 +448,7 @@ def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def cut(entry: Mapping[str, Any], shard: ParameterShard | None) -> dict[str, Any]:
-    """Return a parameter's optimizer state with this rank's shard of each tensor of the parameter's shape."""
+    """Return a parameter's optimizer state with this rank's shard in place of each full-shape tensor."""
     return {
         name: shard.part_of(value).clone()
         if shard and isinstance(value, Tensor) and value.shape == shard.whole.shape

@@ -1,4 +1,4 @@
-"""State-dict hooks that save sharded master weights as full fp32 values and load them into the shards."""
+"""State-dict hooks that save sharded master weights as full fp32 tensors and load them into shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full fp32 weights for weight-averaging callbacks while master weights are sharded."""
+"""Context that shows full fp32 weights to weight-averaging callbacks while master weights are sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extension for `uneven_batches="join"`, by which ranks with fewer batches join the rest of an epoch.
+"""Extension for `uneven_batches="join"`, in which ranks without batches continue to the epoch's end.
 
 One training batch:
 

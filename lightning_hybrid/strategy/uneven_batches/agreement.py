@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the number of samples that each of them contributes to a training batch."""
+"""Agreement of all ranks on the number of samples that each rank contributes to a training batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END = object()
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedBatch:
-    """Numbers of samples in one training batch of all ranks.
+    """Numbers of samples in one training batch, for this rank and over all ranks.
 
     Attributes:
         num_own: Number of samples of this rank. 0: its batch has weight zero.
@@ -41,7 +41,7 @@ class AgreedBatch:
 
 
 class _Announcement(NamedTuple):
-    """Message in which a rank describes its next batch."""
+    """Message in which a rank describes its next batch to the other ranks."""
 
     num_samples: int
     has_batch: bool
@@ -50,7 +50,7 @@ class _Announcement(NamedTuple):
 
 
 class _Announcements:
-    """Messages in which all ranks describe their next batch.
+    """Messages of all ranks about their next batches.
 
     Args:
         table: int64 tensor of shape [ranks, fields of `_Announcement`].
@@ -70,7 +70,7 @@ class _Announcements:
 
     @property
     def is_skipped(self) -> bool:
-        """True if no rank has a batch now.
+        """True if no rank has a batch for this step.
 
         The loaders have then returned None or ended.
         """
@@ -78,7 +78,7 @@ class _Announcements:
 
     @property
     def lacks_batch(self) -> bool:
-        """True if a rank has neither a batch nor an earlier one to repeat."""
+        """True if some rank has neither a batch nor an earlier batch to repeat."""
         return not bool((self.has_batch | self.can_repeat).all())
 
     @property
@@ -93,7 +93,7 @@ class _Announcements:
 
 
 class BatchAgreement:
-    """Exchange of batch sizes between all ranks before each training batch.
+    """Communication of batch sizes between all ranks before each training batch.
 
     Args:
         rank: This rank.
@@ -126,14 +126,14 @@ class BatchAgreement:
         self._has_logged_end = False
 
     def begin_epoch(self) -> None:
-        """Discard batches that were agreed on but not trained.
+        """Discard agreed batches that have not been trained, when an epoch begins.
 
         It is called when a new pass over the loaders begins.
         """
         self.agreed.clear()
 
     def longest(self, length: int | None) -> int | None:
-        """Return the maximum length of the ranks' loaders, or None if a loader has no length.
+        """Return the length of the longest loader of all ranks, or None if a loader has no length.
 
         Collective: every rank must call it, in the same order.
         """
@@ -146,9 +146,9 @@ class BatchAgreement:
         return int(lengths.max())
 
     def next_batch(self, batch: Any, *, has_ended: bool) -> Any:
-        """Return the batch for this rank's next training step, or `END` if all ranks' loaders have ended.
+        """Return the batch for this rank's next training step, or `END` once all ranks' loaders have ended.
 
-        A rank without a batch gets an earlier one to repeat. Returns None if no rank has a batch now.
+        A rank without a batch gets an earlier one to repeat. Returns None if no rank has a batch for this step.
 
         Collective: every rank must call it, in the same order.
 
@@ -185,7 +185,7 @@ class BatchAgreement:
         return self._latest
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Return the int64 values of all ranks, with one row per rank.
+        """Gather int64 values from all ranks, as a tensor with one row per rank.
 
         Collective: every rank must call it, in the same order.
         """
@@ -206,7 +206,7 @@ class BatchAgreement:
         return self._group
 
     def _borrow_batch(self, source: int) -> None:
-        """Broadcast the batch of one rank to the ranks that have no batch to repeat.
+        """Broadcast one rank's batch to the ranks that have no batch to repeat.
 
         A rank has none if its loader is empty, or if the run was resumed after the loader's end.
 
@@ -223,7 +223,7 @@ class BatchAgreement:
                 self._latest = to_device(self._latest, self._device)
 
     def _log_end(self, announced: _Announcements) -> None:
-        """Log once per fit which ranks have no batches left."""
+        """Log once per training run which ranks have no batches left."""
         ended_ranks = announced.ended_ranks
         if not ended_ranks or self._has_logged_end:
             return
@@ -234,7 +234,7 @@ class BatchAgreement:
         )
 
     def close(self, *, has_failed: bool) -> None:
-        """Free the process group and the batch to repeat.
+        """Destroy the process group and free the batch to repeat.
 
         Args:
             has_failed: Whether this rank fails. Ranks that wait for its batch then get an error at once.
@@ -251,5 +251,5 @@ class BatchAgreement:
         destroy(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchAgreement:
-        # Copies that user code makes during a fit, such as one of the trainer, share the process group.
+        # Copies that user code makes during training, such as one of the trainer, share the process group.
         return self

@@ -34,12 +34,12 @@ _COUNT = "count_samples"
 
 
 class UnevenBatchesExtension(FitExtension):
-    """Extension that lets ranks without batches join the epoch's remaining steps.
+    """Extension with which ranks that run out of batches join the epoch's remaining steps.
 
     Gradients of the ranks are weighted by their numbers of samples.
 
     Args:
-        fit: Fit that is about to start.
+        fit: Description of the training run that is about to start.
 
     Raises:
         ValueError: The module cannot be combined with `uneven_batches`.
@@ -102,11 +102,11 @@ class UnevenBatchesExtension(FitExtension):
         refuse_excluded(_FEATURES | _in_run(fit))
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> Mapping[str, Any]:
-        """Return the engine options whose values all ranks must agree on."""
+        """Return the option `uneven_batches` for the engine to compare between ranks."""
         return {"compared": {"uneven_batches": "join"}}
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
-        """Return a loader whose epoch ends on all ranks at the same batch.
+        """Return a loader whose epoch ends on all ranks after the same number of batches.
 
         Collective: every rank must call it, in the same order.
         """
@@ -132,7 +132,7 @@ class UnevenBatchesExtension(FitExtension):
     # ---- a step ------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Set the loss weight of this rank for the batch, from the numbers of samples on all ranks."""
+        """Set this rank's loss weight for the batch from the numbers of samples on all ranks."""
         trainer = fit.trainer
         refuse_excluded(_FEATURES | _in_loaders(trainer))
         batch = self._agreement.agreed.popleft()
@@ -149,7 +149,7 @@ class UnevenBatchesExtension(FitExtension):
     def before_training_step(
         self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Save the state that a repeated batch must not change."""
+        """Save the state that a training step on a repeated batch must not change."""
         self._is_in_step = True
         self._statistics = None
         if self._is_repeated:
@@ -162,7 +162,7 @@ class UnevenBatchesExtension(FitExtension):
             self._statistics = RunningStatistics(module)
 
     def after_training_step(self, fit: RunningFit, output: Any) -> None:
-        """Restore the state that a repeated batch has changed."""
+        """Restore the state that a training step on a repeated batch has changed."""
         self._is_in_step = False
         self._remove_hook()
         if self._sums is not None:
@@ -187,7 +187,7 @@ class UnevenBatchesExtension(FitExtension):
             refuse_excluded(_FEATURES | gathering, error=RuntimeError)
 
     def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run the backward with the loss weighted by this rank's number of samples.
+        """Weight the loss by this rank's number of samples and run the backward pass.
 
         The backward of a repeated batch adds zero gradients.
         """
@@ -222,29 +222,29 @@ class UnevenBatchesExtension(FitExtension):
             refuse_excluded(_FEATURES | local_sums, error=RuntimeError)
 
     def status(self) -> Mapping[str, Any]:
-        """Return the `RunStatus` field that says whether this rank repeats a batch."""
+        """Return the `RunStatus` field that indicates whether this rank repeats a batch."""
         return {"repeats_batch": self._is_repeated}
 
     # ---- end ---------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Free the process group.
+        """Destroy the process group of the batch agreement.
 
         After an error of this rank, ranks that wait for its batch raise an error as well.
         """
         self._agreement.close(has_failed=error is not None)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
-        """Remove the forward hook that a failed step has left in the module.
+        """Remove the forward hook that a failed training step has left in the module.
 
-        Also free the process group, which `end` does not do for a fit that failed before it began.
+        Also destroy the process group, because `end` is not called for a run that failed before it began.
         """
         self._remove_hook()
         self._agreement.close(has_failed=error is not None)
 
 
 def _leaves(fit: RunningFit) -> Iterable[Tensor]:
-    """Return the tensors whose gradients a backward computes.
+    """Return the tensors for which a backward pass computes gradients.
 
     These are the parameters, and the fp32 values of parameters that hold a half-precision copy.
     """
@@ -259,7 +259,7 @@ def _leaves(fit: RunningFit) -> Iterable[Tensor]:
 
 
 def _in_run(fit: FitContext) -> dict[str, str]:
-    """Return features of the module and the loop that cannot be combined with the option."""
+    """Return features of the module and its training step that conflict with `uneven_batches`."""
     features = in_module(fit.module)
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
         features["node slices"] = "`node_slices`"
@@ -272,7 +272,7 @@ def _in_run(fit: FitContext) -> dict[str, str]:
 
 
 def _in_loaders(trainer: Any) -> dict[str, str]:
-    """Return features of the training loaders that cannot be combined with the option."""
+    """Return features of the training loaders that conflict with `uneven_batches`."""
     num_loaders = len(trainer.fit_loop._combined_loader.flattened)
     if num_loaders > 1:
         return {"several loaders": f"{num_loaders} training loaders"}

@@ -1,4 +1,4 @@
-"""Training loader whose epoch ends on all ranks at once, when the longest loader of a rank has ended."""
+"""Training loader whose epoch ends on all ranks at once, when the loaders of all ranks have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_hybrid.strategy.uneven_batches.agreement import END, BatchAgreeme
 
 
 class JoinedLoader(LoaderInPlace):
-    """Loader that yields a batch in every step until the longest loader of all ranks ends.
+    """Loader that yields a batch in every step until the loaders of all ranks have ended.
 
     Only the training loop's own iterator is joined with other ranks. Any other reader gets a plain pass over this
     rank's batches.
@@ -143,7 +143,7 @@ def joined(
     is_training: Callable[[Iterator[Any]], bool],
     num_fetched: Callable[[], int],
 ) -> JoinedLoader:
-    """Return a `JoinedLoader` for a loader, with state methods if the loader has them.
+    """Return a `JoinedLoader` for a loader, with state-dict methods if the loader has them.
 
     The arguments are those of the class.
     """

@@ -1,4 +1,4 @@
-"""Removal of a repeated batch's effects on gradients, statistics, logged values and metrics."""
+"""Functions that undo the effects of a repeated batch on gradients, statistics, logs and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 @contextmanager
 def zero_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Return a context in which every backward adds exactly zero to the gradients of these tensors.
+    """Return a context in which backward passes add zero to the gradients of the given tensors.
 
     Gradients that are inf or nan are replaced by zero as well.
     """
@@ -90,7 +90,7 @@ class EpochSums:
 
 
 class _MetricState:
-    """Snapshot of the state of a torchmetric."""
+    """Snapshot of the state of a `torchmetrics` metric."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric: Any = metric

@@ -1,4 +1,4 @@
-"""Loss weights by number of samples for the batches of one optimizer step."""
+"""Loss weights for the batches of one optimizer step, according to their numbers of samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning_hybrid.strategy.uneven_batches.agreement import AgreedBatch
 
 
 class WindowWeights:
-    """Loss weights with which the gradient of an optimizer step is the mean over all its samples.
+    """Loss weights that make the gradient of an optimizer step the mean over all its samples.
 
     A step has A batches on each rank (`accumulate_grad_batches`). The last step of an epoch may have fewer. Lightning
     divides the loss of each batch, a mean over its b samples, by A.
@@ -35,7 +35,7 @@ class WindowWeights:
         self._unit_denominator = 1
 
     def begin(self, batch: AgreedBatch, *, accumulation: int, limits_factors: bool) -> None:
-        """Begin an optimizer step with its first batch.
+        """Start the weights of a new optimizer step with its first batch.
 
         Args:
             batch: Numbers of samples of the batch.
@@ -55,7 +55,7 @@ class WindowWeights:
             self._unit_denominator = 1
 
     def add(self, batch: AgreedBatch) -> None:
-        """Add the next batch of an accumulation step."""
+        """Add a further batch of the same optimizer step."""
         self._num_own = batch.num_own
         self._num_total += batch.num_total
 
