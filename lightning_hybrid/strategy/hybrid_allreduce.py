@@ -159,7 +159,8 @@ class HybridAllReduce(HalfPrecisionDDP):
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._begin_communication()
             self._extensions = build_extensions(self)
-            self._loaders.begin(trainer, self._share_of_data(), self._extensions.training_loader)
+            share = self._share_of_data()
+            self._loaders.begin(trainer, share, self._extensions.training_loader)
         super().setup(trainer)
         if self._failures.engine is not None:
             self._extensions.begin(self._comm, self.model)
@@ -187,7 +188,8 @@ class HybridAllReduce(HalfPrecisionDDP):
         # DDP and the plan of its buckets need the parameters that forward and backward use.
         with self._masters.opened():
             self._comm.find_plan(self.model)
-            self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
+            engine_options = self._extensions.engine_options(self._comm.plan)
+            self._comm.take_engine_options(engine_options)
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -202,7 +204,8 @@ class HybridAllReduce(HalfPrecisionDDP):
         Batches are not prefetched to the device if hooks of the user move them.
         """
         loader = super().process_dataloader(dataloader)
-        return self._loaders.process(loader, self._module, self.root_device, self._masters.dtype)
+        dtype = self._masters.dtype
+        return self._loaders.process(loader, self._module, self.root_device, dtype)
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -267,14 +270,13 @@ class HybridAllReduce(HalfPrecisionDDP):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's `predict_step`, and convert half-precision outputs to fp32."""
         with self._evaluation.step(self.model):
-            return self._masters.to_fp32(super().predict_step(*args, **kwargs))
+            output = super().predict_step(*args, **kwargs)
+            return self._masters.to_fp32(output)
 
     def on_validation_end(self) -> None:
         """Call the `after_validation` hooks of extensions, then DDP's `on_validation_end`."""
         self._extensions.call("after_validation")
         super().on_validation_end()
-
-    # ---- values of all ranks -----------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks, converting integers to floats if exact evaluation averages them."""
@@ -318,8 +320,6 @@ class HybridAllReduce(HalfPrecisionDDP):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers from a checkpoint, with this rank's shards if the update is sharded."""
         self._extensions.load_optimizers(self.optimizers, checkpoint, self.root_device)
-
-    # ---- end ---------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Restore fp32 parameters, then report an error to the extensions and the other ranks."""

@@ -167,6 +167,15 @@ def test_the_answer_recommends_what_pays_beyond_what_is_known_and_says_why(monke
     assert result.count("ewer bits between nodes") == ("every" not in ask)
 
 
+@pytest.mark.parametrize("algorithm", ["flat", "two_level"])
+def test_a_configured_plan_faster_than_all_others_is_compared_with_none(monkeypatch, algorithm):
+    asked = [*TWO_NODES.split(), f"plan.algorithm={algorithm}", "scaling_ranks=[]"]
+    result = reported(monkeypatch, *asked)
+    slower = [replace(other, step_s=other.step_s * 2) for other in result.candidates]
+    answer = replace(result, candidates=tuple(slower)).answer()
+    assert re.search(r"None of \d+ other plans saves 1% over the configured one\.\n", answer)
+
+
 def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     """Nothing hides gradients of 25.6 million: bytes of 2, 258 / 256, 8 / 8 in 8 steps and both, at 25 Gbit/s."""
     fast = scenario(cluster=cluster_of("cloud_25gbe", 2), images_per_s=1e6)
