@@ -34,7 +34,7 @@ Form = Literal["exchange", "scatter_gather", "ring"]
 
 
 def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
-    """Return the message pattern for an all-reduce of `num_bytes` among `num_ranks` nodes over Gloo.
+    """Return the message pattern to all-reduce `num_bytes` over `num_ranks` ranks on different nodes.
 
         exchange          1 round               every rank sends its tensor to every other rank: lowest latency
         scatter_gather    2 rounds              every rank reduces one shard and sends it to all others
@@ -114,7 +114,7 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
 
 
 def is_exchange(name: str) -> bool:
-    """Return whether `name` is a collective of a sharded update, rather than an all-reduce algorithm."""
+    """Return whether `name` names a collective of a sharded update rather than an all-reduce algorithm."""
     return name in _EXCHANGES
 
 

@@ -280,7 +280,7 @@ def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
 
 
 def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield the index of each tensor that overlaps a range, and its slice relative to the range's begin."""
+    """Yield the index of each tensor that overlaps a range, and its slice relative to the range's start."""
     for index, (first, last) in enumerate(pairwise(bounds)):
         low = max(first, begin)
         high = min(last, end)

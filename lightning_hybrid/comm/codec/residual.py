@@ -45,8 +45,8 @@ class ResidualOptions:
 class Residual:
     """Error-feedback residual (float32) of a range of blocks that this rank encodes.
 
-    Its values have the units of the gradients of `step`. If steps may be skipped, the values before and after the last step are kept until it is known whether the step was
-    skipped.
+    Its values have the units of the gradients of `step`. If steps may be skipped, the values before and after the last
+    step are kept until it is known whether the step was skipped.
 
     Args:
         numbers: Numbers of the blocks, int64, on the CPU.

@@ -1,6 +1,7 @@
 """Triton kernels of the int8 and int4 codecs, with one program for each block of 256 elements.
 
-`block_format` describes the message format. The kernels have been tested in Triton's interpreter only, not yet on a GPU.
+`block_format` describes the message format. The kernels have been tested in Triton's interpreter only, not yet on a
+GPU.
 """
 
 import triton
@@ -67,7 +68,8 @@ def encode_block(
 ):
     """Encode one block of a float32 tensor, and write its scale and codes into a message.
 
-    `key` holds the seed in its lower 32 bits and the step in its upper 32 bits. Every `row_blocks` blocks form a message. Messages begin `row_bytes` apart, and the last one may have fewer blocks.
+    `key` holds the seed in its lower 32 bits and the step in its upper 32 bits. Every `row_blocks` blocks form a
+    message. Messages begin `row_bytes` apart, and the last one may have fewer blocks.
     """
     block = tl.program_id(0)
     row = block // row_blocks
