@@ -1,4 +1,4 @@
-"""Sizes of DDP's buckets and of the chunks of a bucket, and the kind of messages by which nodes exchange a chunk."""
+"""Sizes of DDP's buckets and of their chunks, and the message pattern of reductions between nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1024 * KIB
 # Size at which torch's DistributedDataParallel closes its first bucket.
 DDP_FIRST_BUCKET_BYTES = MIB
 
-# Chunks and parts of chunks begin at multiples of this many elements, so that vector instructions find them aligned.
+# Chunks and shards of chunks begin at multiples of this many elements, so that vector instructions find them aligned.
 ALIGNMENT = 16
 
 # Bytes that a rank sends in total, up to which it sends its tensor to every other rank ("exchange"). On 4 nodes at
@@ -25,7 +25,7 @@ ALIGNMENT = 16
 # exceed the limit there, the times were 18, 12 and 15 ms.
 EXCHANGE_BYTES = 64 * KIB
 
-# Bytes up to which a sum takes two rounds ("scatter_gather"). On 4 nodes at 1 Gbit/s and 2 ms, 64 KiB took 11 ms,
+# Bytes up to which a reduction takes two rounds ("scatter_gather"). On 4 nodes at 1 Gbit/s and 2 ms, 64 KiB took 11 ms,
 # against 29 ms in Gloo's ring, and two rounds were also faster for far larger tensors. At 100 Mbit/s and 200 us they
 # were slower: 44 ms against 40 ms for 256 KiB, and 679 ms against 518 ms for 4 MiB.
 SCATTER_BYTES = 128 * KIB
@@ -34,10 +34,10 @@ Form = Literal["exchange", "scatter_gather", "ring"]
 
 
 def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
-    """Return the kind of messages by which `num_ranks` ranks on different nodes sum `num_bytes` over Gloo.
+    """Return the message pattern to all-reduce `num_bytes` over `num_ranks` ranks on different nodes.
 
         exchange          1 round               every rank sends its tensor to every other rank: lowest latency
-        scatter_gather    2 rounds              every rank sums one part and sends it to all others
+        scatter_gather    2 rounds              every rank reduces one shard and sends it to all others
         ring              2 (n - 1) rounds      Gloo's own ring: one flow at a time uses a slow link best
 
     >>> [between_nodes_form(4, num_bytes) for num_bytes in (16 * KIB, 128 * KIB, 129 * KIB)]
@@ -51,9 +51,10 @@ def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
 
 
 def chunk_numels(numel: int, num_chunks: int, *, alignment: int = ALIGNMENT) -> list[int]:
-    """Return the sizes of at most `num_chunks` chunks of `numel` elements, which begin at multiples of `alignment`.
+    """Split `numel` elements into at most `num_chunks` chunks, and return the size of each chunk.
 
-    With four chunks or more, the first and the last one have a quarter of the size of the others.
+    Chunks begin at multiples of `alignment`. With four chunks or more, the first and the last chunk have a quarter of
+    the size of the other chunks.
 
     >>> chunk_numels(100, 3), chunk_numels(1600, 4), chunk_numels(0, 3)
     ([48, 48, 4], [160, 640, 640, 160], [0])
@@ -80,7 +81,7 @@ def _rounded_up(number: int, multiple_of: int) -> int:
 
 
 def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
-    """Return the size at which DDP closes its first bucket, and the size at which it closes each further bucket.
+    """Return the sizes in bytes at which DDP closes its first bucket and each later bucket.
 
     >>> ddp_limits(25 * 2**20), ddp_limits(1000)
     ((1048576, 26214400), (1000, 1000))
@@ -89,9 +90,10 @@ def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
 
 
 def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
-    """Return the sizes in bytes of the buckets that DDP makes of tensors (`_compute_bucket_assignment_by_size`).
+    """Return the sizes in bytes of the buckets into which DDP groups tensors of the given sizes.
 
-    DDP closes a bucket once it has reached the limit, so most buckets exceed it.
+    This is the rule of torch's `_compute_bucket_assignment_by_size`. DDP closes a bucket once it has reached the limit,
+    so most buckets exceed the limit.
 
     >>> mib = 2**20
     >>> [size / mib for size in ddp_buckets([mib // 2, mib, 20 * mib, 20 * mib, 5 * mib], 25 * mib)]
@@ -112,12 +114,12 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
 
 
 def is_exchange(name: str) -> bool:
-    """Return whether `name` is an exchange of a sharded update, rather than an all-reduce algorithm."""
+    """Return whether `name` names a collective of a sharded update rather than an all-reduce algorithm."""
     return name in _EXCHANGES
 
 
 def words_of(name: str) -> str:
-    """Return the name of an algorithm or exchange with its kind, for error messages.
+    """Return the name of an algorithm with its kind, such as `two_level all-reduce`, for error messages.
 
     >>> words_of("two_level"), words_of("node_gather")
     ('two_level all-reduce', 'node_gather exchange')

@@ -1,10 +1,10 @@
-"""DDP communication hook, which returns a future of the averaged bucket.
+"""DDP communication hook that averages gradient buckets asynchronously.
 
     buffer  --/ before-->  wire  --sum over the world-->  wire  --/ after-->  buffer         before * after = num_terms
 
 `num_terms` is the number of ranks, unless gradients have weights (`strategy/uneven_batches/`).
 
-This module is the only place that divides. If the wire dtype is fp16, `before` is a power of two near sqrt(world_size),
+Only this module divides. If the wire dtype is fp16, `before` is a power of two near sqrt(world_size),
 because such a division is exact. At 2,048 ranks a sum may then be 64 times as large without overflow as without the
 division. Gradients lose 6 bits of the subnormal range. They would lose 11 bits if they were divided by 2,048 first. In
 other dtypes the sum of all gradients does not overflow, so `before` is 1, which saves a pass over memory.
@@ -35,14 +35,14 @@ WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class HookState:
-    """State of the DDP hook `average_bucket`: the engine, and the dtype of sums.
+    """State of the DDP communication hook `average_bucket`, with the engine and the wire dtype.
 
     Args:
         engine: Engine that sums the buckets.
         comm_dtype: Dtype in which buckets are summed: float32, float16 or bfloat16. None: the bucket's own dtype,
             which needs no copy.
-        scatter: Function of a sharded update, which may average a bucket in another way. If it returns None, or if it
-            is None, `average_bucket` sums the bucket.
+        scatter: Function of a sharded update, which may average a bucket in another way. If `scatter` is None or
+            returns None, `average_bucket` averages the bucket.
         parameters: Parameters of the module, in the order in which a codec numbers its blocks. Other parameters are
             numbered in the order of the first buckets.
 
@@ -92,7 +92,7 @@ class HookState:
         )
 
     def padded(self, bucket: dist.GradBucket) -> PaddedBucket:
-        """Return the buffer from which a codec encodes this bucket."""
+        """Return the padded buffer from which the codec encodes a bucket."""
         parameters = bucket.parameters()
         ids = [id(parameter) for parameter in parameters]
         cached_ids, padded = self._padded.get(bucket.index(), (None, None))
@@ -118,7 +118,7 @@ class HookState:
 
 
 def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
-    """Return the engine that sums a bucket, and the bucket's flat tensor.
+    """Check a bucket, and return the communication engine with the bucket's flat gradient tensor.
 
     Raises:
         TypeError: The gradients are sparse.
@@ -144,9 +144,11 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
 
 
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket over all ranks in the background, as a hook for `register_comm_hook(state, average_bucket)`.
+    """Start to average a gradient bucket over all ranks, and return a future of the bucket.
 
         bucket = (sum over ranks of bucket / before) / after         before * after = num_terms
+
+    This is a DDP communication hook, to be registered by `register_comm_hook(state, average_bucket)`.
 
     Collective: every rank must call it, in the same order of buckets, as DistributedDataParallel does. The future holds
     `bucket.buffer()`, which is changed in place. Afterwards it is bitwise equal on all ranks. Complex gradients arrive
@@ -201,9 +203,9 @@ def feedback_of(
     wire: Tensor,
     before: int,
 ) -> BucketFeedback:
-    """Return the residuals of a bucket.
+    """Return the error-feedback residuals of a bucket.
 
-    Collective within a node if other ranks encode the bucket's blocks than in the step before.
+    Collective within a node if the blocks of the bucket are encoded by other ranks than in the step before.
     """
     plan = engine.planned(bucket.index(), wire.numel(), wire.dtype)
     cut = (plan.algorithm, plan.num_chunks)
@@ -213,9 +215,10 @@ def feedback_of(
 
 
 def split_divisor(num_terms: float, *, is_fp16: bool) -> tuple[int, float]:
-    """Split `num_terms` into (a power of two near its square root) times (the rest), or into 1 times all of it.
+    """Factor `num_terms` into the divisor before the reduction and the divisor after it.
 
-    It is the number of ranks, or with weights of gradients the sum of all weights.
+    For fp16, the first divisor is a power of two near the square root of `num_terms`. For other dtypes it is 1.
+    `num_terms` is the number of ranks, or the sum of all weights if gradients have weights.
     """
     if not is_fp16:
         return 1, float(num_terms)
@@ -225,7 +228,7 @@ def split_divisor(num_terms: float, *, is_fp16: bool) -> tuple[int, float]:
 
 
 def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> Tensor:
-    """Return `buffer / before` in the wire dtype.
+    """Divide a bucket by `before`, and return it in the wire dtype.
 
     If the buffer has the wire dtype, it is changed in place and returned. The division uses the wider of the two
     dtypes, so its result is exact unless the wire dtype cannot hold it.
@@ -247,7 +250,10 @@ def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> T
 
 
 def from_wire(wire: Tensor, *, buffer: Tensor, after: float) -> Tensor:
-    """Write `wire / after` into `buffer`. The division uses the wider of the two dtypes, so it rounds once."""
+    """Divide the reduced tensor `wire` by `after`, and write the result into `buffer`.
+
+    The division uses the wider of the two dtypes, so it rounds once.
+    """
     if wire is not buffer and wire.dtype.itemsize > buffer.dtype.itemsize:
         return buffer.copy_(wire.div_(after))
     if wire is not buffer:

@@ -1,4 +1,4 @@
-"""Gradient clipping by a norm over several ranks, each of which holds a pipeline stage or slices of layers."""
+"""Gradient clipping by the global norm over pipeline stages and slices of tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def clip_by_norm_over_ranks(
     stage_group: dist.ProcessGroup | None = None,
     counted_elsewhere: Container[int] = (),
 ) -> None:
-    """Scale down the gradients of this rank if the norm of all ranks' gradients exceeds `clip_val`.
+    """Clip this rank's gradients by the global norm over all pipeline stages and tensor-parallel slices.
 
         g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: norm of all gradients, in the order of the parameters
 
@@ -53,7 +53,7 @@ def clip_by_norm_over_ranks(
     local_norms: Iterator[Tensor] = iter(())
     if gradients:
         local_norms = iter(torch._foreach_norm(gradients))
-    # Elements are written one by one, because copying a table from the host would wait for the device.
+    # Elements are written one by one, because copying a tensor from the host would wait for the device.
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
             norms[index].copy_(next(local_norms))

@@ -1,4 +1,4 @@
-"""Communication plan: the size of buckets, the all-reduce algorithm of each bucket, and its number of chunks."""
+"""Communication plan, which sets bucket sizes and the all-reduce algorithm and chunks of each bucket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NodeShape = Any
 # Buckets are not made smaller than this to reach a number of buckets.
 LEAST_FUSED_BYTES = 2 * MIB
 
-# With n equal buckets, and communication that takes as long as backward, the share 1 - 1 / n of the communication is
+# With n equal buckets, and communication that takes as long as backward, a fraction 1 - 1 / n of the communication is
 # hidden behind backward. On one node there is no slow link to hide, and each bucket has a cost: 8 MiB of gradients of 4
 # ranks on 2 cores took 54 ms in 4 buckets and 31 ms in 2. On CUDA each bucket costs the tens of microseconds that NCCL
 # takes to start, so there None means DDP's own rule.
@@ -39,7 +39,9 @@ MAX_BYTES = 2**50
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """Plan of one bucket. Buckets with the same contents get the same plan.
+    """Communication plan of one bucket, with its all-reduce algorithm and number of chunks.
+
+    Buckets with the same contents get the same plan.
 
     Args:
         index: Index of the bucket.
@@ -58,7 +60,7 @@ class BucketPlan:
     num_chunks: int
 
     def describe(self) -> str:
-        """Describe the bucket in one line."""
+        """Return a one-line description of the bucket's size, algorithm and number of chunks."""
         chunks = ""
         if self.num_chunks > 1:
             chunks = f" in {self.num_chunks} chunks"
@@ -68,7 +70,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CommPlan:
-    """Communication plan: the size of buckets, and a rule for the algorithm and the number of chunks of a bucket.
+    """Communication plan that sets bucket sizes and selects the all-reduce algorithm of each bucket.
 
     `algorithm="auto"` is the following static rule, which measures nothing:
 
@@ -89,8 +91,8 @@ class CommPlan:
     An algorithm that is set by name is used, except for `two_level` on nodes of different size: `flat` replaces it, and
     `fallback` returns a warning.
 
-    A chunk is a part of a bucket that passes through the all-reduce stages separately. So the wire between nodes
-    carries one chunk while another is summed inside the node. On CUDA only `hierarchical` and `two_level` use chunks,
+    A chunk is a slice of a bucket that passes through the all-reduce stages separately. So the wire between nodes
+    carries one chunk while another is reduced inside the node. On CUDA only `hierarchical` and `two_level` use chunks,
     for buckets of 32 MiB or more, and at most four.
 
     Args:
@@ -103,7 +105,7 @@ class CommPlan:
         last_bucket_bytes: Size up to which tensors are fused in the bucket that is ready last, which backward cannot
             hide. If `num_buckets` is None, it is used only between nodes, and not on CUDA.
         chunk_bytes: Size of a chunk of `hierarchical` or `two_level` per node. A chunk has about this size times the
-            number of nodes, because a ring splits it again into one part per node.
+            number of nodes, because a ring splits it again into one shard per node.
         num_parallel_groups: Number of independent sets of process groups, which chunks use in turn. `two_level` with k
             ranks on a node uses 2 / k times as many sets, and at least one, because each of its sets has k flows.
         check_order: Whether ranks compare the order of all buckets once per step (order_check.py). The comparison
@@ -190,7 +192,7 @@ class CommPlan:
         topology: NodeShape,
         on_cuda: bool = False,
     ) -> BucketPlan:
-        """Return the plan of a bucket, which depends on its contents.
+        """Return the algorithm and the number of chunks for a bucket of the given size and dtype.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
@@ -212,7 +214,10 @@ class CommPlan:
     def num_chunks_for(
         self, num_bytes: int, algorithm: Algorithm, topology: NodeShape, on_cuda: bool = False
     ) -> int:
-        """Return the number of chunks of a bucket. It is one if the algorithm has no two stages to overlap."""
+        """Return the number of chunks into which a bucket is split.
+
+        It is one if the algorithm has no two stages that can overlap.
+        """
         if algorithm == "flat" or topology.world_size == 1:
             return 1
         most = max(1, num_bytes // LEAST_CHUNK_BYTES)
@@ -231,7 +236,7 @@ class CommPlan:
         return min(most, -(-num_bytes // chunk_bytes))
 
     def num_columns(self, algorithm: Algorithm, topology: NodeShape) -> int:
-        """Return the number of independent sets of process groups that the chunks use in turn.
+        """Return the number of sets of process groups over which chunks are distributed round-robin.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> [CommPlan().num_columns("two_level", Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=k))
@@ -248,7 +253,7 @@ class CommPlan:
     def bucket_caps(
         self, tensor_bytes: Sequence[int], *, num_nodes: int, on_cuda: bool = False
     ) -> list[int]:
-        """Return the size of each bucket in bytes.
+        """Group tensors into buckets, and return the size of each bucket in bytes.
 
         Small tensors are fused up to `bucket_bytes`, or into smaller buckets (see `num_buckets`). A larger tensor has a
         bucket to itself. The last bucket holds tensors of up to `last_bucket_bytes`, and at least one tensor.
@@ -294,13 +299,15 @@ class CommPlan:
         return sizes
 
     def has_ddp_buckets(self, *, on_cuda: bool) -> bool:
-        """Return whether DistributedDataParallel chooses the buckets."""
+        """Return whether DistributedDataParallel's own rule determines the buckets."""
         return on_cuda and self.num_buckets is None
 
     def algorithm_for(
         self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
     ) -> Algorithm:
-        """Return the algorithm of a bucket, by the rule in the class docstring.
+        """Select the all-reduce algorithm of a bucket by its size and dtype and by the topology.
+
+        The class docstring describes the rule.
 
         Args:
             num_bytes: Size of the bucket on the wire, in bytes.
@@ -324,7 +331,7 @@ class CommPlan:
         return "two_level"
 
     def algorithms(self, topology: NodeShape, *, on_cuda: bool = False) -> tuple[Algorithm, ...]:
-        """Return every algorithm that a bucket may get. The one for small buckets is first."""
+        """Return all algorithms that the plan can select on a topology, beginning with that of small buckets."""
         algorithms = (
             self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half)
             for size, is_half in self._cases
@@ -332,7 +339,10 @@ class CommPlan:
         return tuple(dict.fromkeys(algorithms))
 
     def columns(self, topology: NodeShape, *, on_cuda: bool = False) -> dict[Algorithm, int]:
-        """Return the number of sets of process groups for every algorithm that a bucket may get. It is one on CUDA."""
+        """Return the number of sets of process groups for each algorithm that the plan can select.
+
+        It is one on CUDA.
+        """
         columns = {}
         for name in self.algorithms(topology, on_cuda=on_cuda):
             columns[name] = 1
@@ -342,7 +352,7 @@ class CommPlan:
 
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
-        """Size in bytes, and whether the dtype has 16 bits, for each case that `algorithm_for` distinguishes."""
+        """Bucket sizes in bytes, each with a flag for 16-bit dtypes, that cover all cases of `algorithm_for`."""
         return (
             (0, True),
             (self.hierarchical_below_bytes, True),
@@ -350,7 +360,7 @@ class CommPlan:
         )
 
     def fallback(self, topology: NodeShape) -> str | None:
-        """Return a warning if another algorithm is used than the one that was set, or None."""
+        """Return a warning if the plan replaces the configured algorithm on this topology, or None."""
         if self.algorithm != "two_level" or topology.ranks_per_node is not None:
             return None
         return (
@@ -360,7 +370,7 @@ class CommPlan:
         )
 
     def describe(self, topology: NodeShape, *, on_cuda: bool = False) -> str:
-        """Describe ranks, nodes and the chosen all-reduce in one line.
+        """Return a one-line summary of the ranks, nodes, all-reduce algorithms and bucket size limit.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=1024, ranks_per_node=8)
@@ -396,16 +406,16 @@ class CommPlan:
 
     @property
     def plan_hash(self) -> str:
-        """Hash of the plan: 16 hexadecimal digits. Equal plans have equal hashes, because keys are sorted."""
+        """Hash of the plan as 16 hexadecimal digits, which is equal for equal plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """Write the plan as JSON. Keys are the constructor's arguments."""
+        """Return the plan as a JSON string whose keys are the constructor's arguments."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> CommPlan:
-        """Read a plan that `to_json` wrote.
+        """Create a plan from a JSON string that `to_json` returned.
 
         Raises:
             ValueError: A key is not an argument or occurs twice, or the text is not JSON, which also excludes NaN.
@@ -460,7 +470,7 @@ def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 node" or "2 nodes"."""
+    """Return a number followed by its noun in the singular or plural, such as "2 nodes"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"

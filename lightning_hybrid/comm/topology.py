@@ -1,4 +1,4 @@
-"""Topology: the ranks that share a node."""
+"""Assignment of ranks to nodes, and sets of ranks that average gradients independently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Scope = Literal["world", "node", "leaders", "across"]
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Ranks of every node, seen from one rank.
+    """Assignment of all ranks to nodes, as seen from one rank.
 
     The ranks of a node need not be consecutive, because some launchers assign ranks to nodes in turn. Nodes may differ
     in size.
@@ -65,7 +65,7 @@ class Topology:
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Total number of ranks."""
         return sum(len(node) for node in self.nodes)
 
     @property
@@ -83,21 +83,21 @@ class Topology:
 
     @property
     def node(self) -> tuple[int, ...]:
-        """Ranks of this rank's node."""
+        """Ranks on this rank's node, including this rank."""
         return next(node for node in self.nodes if self.rank in node)
 
     @property
     def local_rank(self) -> int:
-        """Index of this rank in its node."""
+        """Index of this rank within its node."""
         return self.node.index(self.rank)
 
     @property
     def leader(self) -> int:
-        """First rank of this rank's node."""
+        """Lowest rank on this rank's node."""
         return self.node[0]
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks, over all ranks, that communicate with each other in this scope.
+        """Return the groups of ranks that communicate with each other in a scope.
 
         >>> Topology(rank=0, nodes=((0, 1), (2, 3))).partition("across")
         ((0, 2), (1, 3))
@@ -117,7 +117,7 @@ class Topology:
         return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
 
     def sharers(self, scope: Literal["node", "world"]) -> tuple[int, ...]:
-        """Return the ranks that share an update, in the order of their parts.
+        """Return the ranks that share a sharded optimizer update, in the order of their shards.
 
         In the scope `"world"`, ranks of equal local rank follow each other, because they share one shard of the node.
 
@@ -133,7 +133,7 @@ class Topology:
 
     @classmethod
     def from_ranks_per_node(cls, *, rank: int, world_size: int, ranks_per_node: int) -> Topology:
-        """Create a topology whose nodes are consecutive blocks of `ranks_per_node` ranks, as the user sets them.
+        """Create a topology whose nodes are consecutive blocks of `ranks_per_node` ranks.
 
         Raises:
             ValueError: The blocks do not fit (see `validate_ranks_per_node`).
@@ -145,7 +145,10 @@ class Topology:
 
     @classmethod
     def from_identities(cls, *, rank: int, identities: Sequence[Hashable]) -> Topology:
-        """Create a topology in which ranks with equal identities share a node. `identities[r]` belongs to rank r."""
+        """Create a topology in which ranks with equal host identities share a node.
+
+        `identities[r]` is the identity of rank r.
+        """
         # A dictionary keeps the order of insertion, so on every rank the nodes are in the order of their first ranks.
         nodes: dict[Hashable, list[int]] = {}
         for owner, identity in enumerate(identities):
@@ -154,7 +157,7 @@ class Topology:
 
     @classmethod
     def discover(cls) -> Topology:
-        """Find the nodes of WORLD by gathering every rank's `host_identity`.
+        """Create the topology of all ranks by gathering every rank's host identity.
 
         Collective: every rank must call it, in the same order.
         """
@@ -166,7 +169,9 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSets:
-    """Disjoint sets of ranks that cover all ranks. Each set averages its own gradients, as replicas of one stage do.
+    """Partition of all ranks into sets that average their gradients independently.
+
+    An example is one set for each pipeline stage, which holds the replicas of the stage.
 
     Args:
         world: Topology of all ranks.
@@ -212,43 +217,43 @@ class ReplicaSets:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in all sets."""
+        """Total number of ranks in all sets."""
         return self.world.world_size
 
     @property
     def own(self) -> Topology:
-        """Topology of this rank's set, with its ranks numbered from 0."""
+        """Topology of the set that contains this rank, with the ranks of the set numbered from 0."""
         return self._of(next(ranks for ranks in self.sets if self.rank in ranks))
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes of this rank's set."""
+        """Nodes of the set that contains this rank, with the ranks of the set numbered from 0."""
         return self.own.nodes
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of this rank's set."""
+        """Number of nodes over which the set of this rank is spread."""
         return self.own.num_nodes
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Number of ranks of this rank's set on each node, or None if nodes differ."""
+        """Number of ranks of this rank's set on each node, or None if this number differs between nodes."""
         return self.own.ranks_per_node
 
     @property
     def node(self) -> tuple[int, ...]:
-        """Global ranks of this rank's set that are on its node."""
+        """Global ranks of this rank's set that are on this rank's node."""
         return next(ranks for ranks in self.partition("node") if self.rank in ranks)
 
     def sharers(self, scope: Literal["node", "world"]) -> tuple[int, ...]:
-        """Return the ranks that share an update with this rank, in the order of their parts.
+        """Return the ranks that share a sharded update with this rank, in the order of their shards.
 
-        Ranks are those of this rank's set, numbered from 0.
+        The ranks belong to this rank's set and are numbered from 0 within it.
         """
         return self.own.sharers(scope)
 
     def _of(self, ranks: tuple[int, ...]) -> Topology:
-        """Return the topology of a set, with its ranks numbered from 0."""
+        """Return the topology of a set of ranks, renumbered from 0."""
         nodes = []
         for node in self.world.nodes:
             indices = tuple(index for index, rank in enumerate(ranks) if rank in node)
@@ -260,7 +265,7 @@ class ReplicaSets:
         return Topology(rank=set_rank, nodes=tuple(sorted(nodes)))
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of global ranks that communicate with each other in this scope, for all sets."""
+        """Return the groups of global ranks of all sets that communicate with each other in a scope."""
         groups = []
         for ranks in self.sets:
             for indices in self._of(ranks).partition(scope):
@@ -269,7 +274,9 @@ class ReplicaSets:
 
 
 def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
-    """Check a node size set by the user. It needs no process group, so it can run before ranks are launched.
+    """Raise if `ranks_per_node` is not a positive whole number that divides the world size.
+
+    The check needs no process group, so it can run before ranks are launched.
 
     Raises:
         ValueError: `ranks_per_node` is not a positive whole number, or does not divide `world_size`.
@@ -287,7 +294,7 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return an identity that the processes of a node share: its host name, boot id and network namespace.
+    """Return the host name, boot id and network namespace, which together identify a node.
 
     An entry that cannot be read is an empty string.
     """

@@ -1,1 +1,4 @@
-"""Build and cache of C++ sources, which are compiled once per machine. Each one has an equivalent in Python."""
+"""Compilation and caching of C++ sources, which are compiled once per machine.
+
+Each source has an equivalent in Python.
+"""

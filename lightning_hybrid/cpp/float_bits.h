@@ -1,4 +1,4 @@
-// The bits of a float32, and the float32 of some bits; for the C++ passes of the package (`cpp/library.py`).
+// Conversion between float32 numbers and their bits, for all C++ sources of the package (`cpp/library.py`).
 
 #pragma once
 

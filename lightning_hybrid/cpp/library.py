@@ -1,4 +1,4 @@
-"""Build, cache and loading of C++ functions, which run without Python's interpreter lock."""
+"""Compilation, caching and loading of C++ functions, which run without Python's interpreter lock."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ COUNT = ctypes.c_int64
 
 
 class CannotBuildError(RuntimeError):
-    """Error raised when there is no C++ compiler, or when it fails. The message is part of a warning."""
+    """Error raised when no C++ compiler is installed or compilation fails.
+
+    The message is inserted into a warning.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CppSource:
-    """C++ source code and the C functions that it defines.
+    """C++ source files with the signatures of the C functions that they define.
 
     Args:
         files: Source files. The first one is compiled, and it includes the others.
@@ -55,7 +58,9 @@ class CppSource:
     functions: Mapping[str, tuple[type, ...]]
 
     def library(self) -> ctypes.CDLL:
-        """Load the functions into this process. If they are not in the cache, they are built in a few seconds.
+        """Load the compiled functions from the user's cache, and compile them first if they are missing.
+
+        Compilation takes a few seconds.
 
         Raises:
             CannotBuildError: There is no compiler, or it fails.
@@ -67,7 +72,7 @@ class CppSource:
         return self.load(compiler, FLAGS, cache_dir())
 
     def load(self, compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-        """Load the functions from `folder`, and build them first if they are missing.
+        """Load the compiled functions from a folder, and compile them first if they are missing.
 
         If `folder` is not writable, or if other users can write to it, a private temporary folder is used and removed.
 
@@ -93,7 +98,7 @@ class CppSource:
                 return self._open(path)
 
     def fingerprint(self, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-        """Return a hash of the sources, the command, the compiler and the processor."""
+        """Return a hash of the source files, compiler command, compiler version and processor."""
         # The processor is included, because `-march=native` code may crash on another machine that shares the home
         # folder.
         inputs = [file.read_text() for file in self.files]
@@ -120,7 +125,7 @@ class CppSource:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler, which is `$CXX` or the first installed one of c++, g++ and clang++.
+    """Return the C++ compiler command from `$CXX`, or the first of c++, g++ and clang++ that is installed.
 
     Raises:
         CannotBuildError: There is no such compiler.
@@ -138,7 +143,10 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def cache_dir() -> Path:
-    """Return this package's cache folder in `$XDG_CACHE_HOME`, `~/.cache`, or on macOS in `~/Library/Caches`."""
+    """Return the folder in which compiled libraries are cached for the current user.
+
+    It is in `$XDG_CACHE_HOME`, `~/.cache`, or on macOS in `~/Library/Caches`.
+    """
     user_cache = os.environ.get("XDG_CACHE_HOME")
     if not user_cache and sys.platform == "darwin":
         user_cache = "~/Library/Caches"
@@ -148,7 +156,10 @@ def cache_dir() -> Path:
 
 
 def _require_private(folder: Path) -> None:
-    """Warn and raise PermissionError if other users may write to a folder, because code is loaded from it."""
+    """Warn and raise `PermissionError` if other users own a folder or can write to it.
+
+    Code is loaded from the folder.
+    """
     if _is_private(folder):
         return
     warnings.warn(
@@ -161,7 +172,7 @@ def _require_private(folder: Path) -> None:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a path belongs to this user and no other user may write to it."""
+    """Return whether a path belongs to the current user and is not writable by other users."""
     status = path.stat()
     if not hasattr(os, "getuid"):
         # Windows has neither owners nor modes, and a folder in the user's profile belongs to the user.
@@ -180,7 +191,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Return the properties of the processor on which `-march=native` depends, if the system provides them."""
+    """Return the processor properties on which `-march=native` depends, if the system provides them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Steps of optimizers that evaluate the loss themselves, such as LBFGS, SAM and other third-party optimizers."""
+"""Steps of optimizers that evaluate the loss through a closure, such as LBFGS and SAM."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_hybrid.precision.skipped_steps import (
 
 
 class _StepSkipped(Exception):  # noqa: N818  no error
-    """Exception that leaves an optimizer's step after an overflow in the first evaluation."""
+    """Exception that aborts an optimizer's step after an overflow in the first closure evaluation."""
 
 
 class ClosureStep:
-    """Step of an optimizer that calls a closure.
+    """One step of an optimizer that evaluates the loss through a closure, with overflow handling.
 
     If the gradients of the first evaluation overflow and no weight has changed since the step began, the step is
     skipped by an exception that leaves the optimizer. If weights have changed, as in SAM's second evaluation, leaving
     the optimizer would keep the changed weights. So the closure is then evaluated again, with a lower loss scale.
 
     Args:
-        window: Window, which must be closed.
+        window: Half-precision window, which must be closed.
         evaluate: Function that evaluates the closure and returns the loss.
         has_overflowed: Function that returns whether gradients are inf or nan, and then also lowers the loss scale.
     """
@@ -46,7 +46,7 @@ class ClosureStep:
         self.was_skipped = False
 
     def run(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Run the step, and return the optimizer's result, or the loss if the step was skipped."""
+        """Run the step, and return the optimizer's result, or the closure's result after a skipped step."""
         self._window.cast()  # Later writes are detected by comparing with these copies.
         try:
             return optimizer.step(closure=self._closure, **kwargs)

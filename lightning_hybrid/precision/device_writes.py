@@ -1,4 +1,4 @@
-"""Search for writes to half-precision copies on a GPU, whose answer the host reads once it has arrived."""
+"""Asynchronous detection of user code that writes half-precision parameters on a GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ IsReady = Callable[[], bool]
 
 
 class WriteSearch:
-    """Search in some closings of a window for copies that user code has written. The host never waits for it.
+    """Asynchronous detector of half-precision parameters that user code has written during a step.
 
-    A closing on a GPU takes over writes without knowing whether there are any. The search counts differing elements of
-    each copy on the GPU and sends the counts to the host, where a later closing reads them.
+    When a window closes on a GPU, writes are copied to the fp32 values without knowing whether there are any. In some
+    closings, the detector counts the differing elements of each copy on the GPU and sends the counts to the host, where
+    a later closing reads them. The host never waits for them.
     """
 
     def __init__(self) -> None:
@@ -30,20 +31,20 @@ class WriteSearch:
 
     @property
     def is_on(self) -> bool:
-        """True if the current closing searches."""
+        """True if writes are detected when the half-precision window closes the next time."""
         is_due = self._num_closings < NUM_FIRST_CLOSINGS or self._num_closings % EVERY_CLOSINGS == 0
         return is_due and self._on_host is None
 
     def compare(
         self, names: Sequence[str], expected: Sequence[Tensor], bits: Sequence[Tensor]
     ) -> None:
-        """Count the elements in which bits of copies differ from the expected bits."""
+        """Count the elements in which the bits of each copy differ from the expected bits."""
         for name, expected_bits, copy_bits in zip(names, expected, bits, strict=True):
             self._names.append(name)
             self._counts.append(torch.count_nonzero(expected_bits != copy_bits))
 
     def end_closing(self) -> None:
-        """Send the counts of this closing to the host, if it has searched."""
+        """Start to copy the counts of this closing to the host, if there are any."""
         self._num_closings += 1
         if self._counts:
             device = self._counts[0].device  # a module may be on several
@@ -52,7 +53,10 @@ class WriteSearch:
             self._counts = []
 
     def take_written(self) -> str | None:
-        """Return the name of a parameter whose copy was written, once the answer of a search is here."""
+        """Return the name of a parameter that user code has written, or None if none is known.
+
+        The counts of a closing are evaluated once, after they have arrived on the host.
+        """
         if self._on_host is None or self._is_ready is None or not self._is_ready():
             return None
         counts = self._on_host.tolist()
@@ -66,7 +70,7 @@ class WriteSearch:
 
 
 def _sent_to_host(values: Tensor) -> tuple[Tensor, IsReady]:
-    """Return a copy of values on the host, and a function that tells whether it has arrived."""
+    """Start to copy values to the host, and return the copy with a function that queries completion."""
     if values.device.type != "cuda":
         return values.cpu(), lambda: True
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

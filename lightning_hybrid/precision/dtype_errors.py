@@ -1,4 +1,4 @@
-"""Detection of errors about half-precision dtypes, and a note that explains how to fix them.
+"""Detection of errors that half-precision dtypes cause, and a note that explains the fix.
 
 Trained parameters are in half precision inside of a step. An operation that does not support half precision, or that
 needs equal dtypes, then raises an error which does not name this cause.
@@ -40,7 +40,9 @@ _TENSOR_DESCRIPTION = re.compile(r"\w*dtypes?=[\w.]+", re.IGNORECASE)
 
 
 def is_about_half_precision(message: str) -> bool:
-    """Return whether an error message is about a half-precision dtype, or about dtypes that it does not name.
+    """Return whether an error message probably refers to a half-precision dtype.
+
+    The message either names such a dtype, or is about dtypes without naming them.
 
     >>> is_about_half_precision("expected scalar type Float but found Half")
     True
@@ -73,7 +75,7 @@ def _compares_unnamed_dtypes(line: str) -> bool:
 
 
 def add_cure(error: BaseException, precision: object) -> None:
-    """Add a note to an error about half-precision dtypes that explains the cause and the cure.
+    """Add a note to an error about half-precision dtypes that explains its cause and the fix.
 
     If the traceback contains a module with trained half-precision parameters, the note names the module type to keep in
     fp32. So the function must be called while the parameters are in half precision. An error that has a note already is
@@ -98,7 +100,7 @@ def add_cure(error: BaseException, precision: object) -> None:
 
 
 def _innermost_owner_of_parameters(error: BaseException) -> nn.Module | None:
-    """Return the module with trained half-precision parameters whose method is innermost in the traceback."""
+    """Return the innermost module in a traceback that has trained half-precision parameters, or None."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         candidate = frame.f_locals.get("self")
@@ -128,9 +130,10 @@ def _note_for_module(module: nn.Module | None, precision: str) -> str:
 
 
 def _types_to_keep(module: nn.Module | None) -> list[str]:
-    """Return the names of the module types that hold a module's own trained half-precision parameters.
+    """Return the names of the module types to list in `keep_fp32` for a module's own parameters.
 
-    The module itself may hold them, or its parameter lists and dictionaries.
+    These are the types that hold the module's trained half-precision parameters. They are the type of the module
+    itself, or those of its parameter lists and dictionaries.
     """
     if module is None:
         return []

@@ -1,4 +1,4 @@
-"""fp16 matrix products on a CPU, computed as tensor cores compute them.
+"""Emulation of fp16 matrix products on a CPU with the rounding of tensor cores.
 
 CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. Here operands
 are rounded to fp16, the arithmetic is in fp32, and the result is rounded to fp16. The same holds in backward, because
@@ -123,7 +123,7 @@ def _dtypes_of(arguments: Any) -> set[torch.dtype]:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor in nested containers."""
+    """Apply a function to each tensor in nested containers, and return the new containers."""
     # Plain containers, which are the most frequent, are handled here, because `tree_map_only` takes longer than the
     # arithmetic of a small layer.
     kind = type(value)

@@ -1,6 +1,6 @@
-"""Search for user code that may read gradients between two backward passes.
+"""Detection of user code that may read gradients between two backward passes.
 
-If there is none, LARS and LAMB use the scaled half-precision gradients, and no fp32 gradients are made.
+Without such code, LARS and LAMB use the scaled half-precision gradients, and no fp32 gradients are computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_hybrid")
 
 
 def grads_are_observed(optimizers: Iterable[Optimizer], module: LightningModule) -> bool:
-    """Return whether gradient clipping, a hook or a callback may read `p.grad`."""
+    """Return whether gradient clipping, a hook or a callback may read the gradients."""
     trainer: Any = module.trainer
     if trainer.gradient_clip_val:
         return True
@@ -41,7 +41,7 @@ def grads_are_observed(optimizers: Iterable[Optimizer], module: LightningModule)
 
 
 def runs_code_before_backward(module: LightningModule) -> bool:
-    """Return whether a hook of the module or a callback runs between `training_step` and its backward."""
+    """Return whether user code runs in a hook or callback between `training_step` and its backward."""
     hooks = ("on_before_zero_grad", "on_before_backward")
     module_hooks = (*hooks, "optimizer_zero_grad")
     if any(is_overridden(hook, module, "pytorch.LightningModule") for hook in module_hooks):

@@ -1,4 +1,4 @@
-"""Gradients before and after a backward, which keeps earlier gradients and converts new ones to unscaled fp32.
+"""Conversion of scaled half-precision gradients to unscaled fp32 gradients around each backward.
 
     before      p.grad   fp32, unscaled, or None                      gradient of the user
     backward    p.grad   half precision, times the loss scale         in DDP's buckets
@@ -26,7 +26,7 @@ _BLOCK_NUMEL = 1 << 26
 
 @dataclass(eq=False)
 class GradientRecord:
-    """Properties of a gradient that the precision plugin has made, stored on the tensor itself.
+    """Metadata of a gradient that the precision plugin has computed, stored on the tensor itself.
 
     Args:
         found_inf: Tensor that is above 0 if this gradient, or another one checked with it, is inf or nan. None:
@@ -39,13 +39,13 @@ class GradientRecord:
 
 
 def record_of(gradient: Tensor) -> GradientRecord | None:
-    """Return the record of a gradient, or None if user code has made the gradient."""
+    """Return the metadata of a gradient, or None if user code has created the gradient."""
     record: GradientRecord | None = vars(gradient).get("_half_precision_record")
     return record
 
 
 class GradientMemory:
-    """Memory of fp32 gradients on a CPU, which is reused when its gradient has been freed.
+    """Cache of CPU memory for fp32 gradients, which is reused after a gradient has been freed.
 
     New memory pages would take five times as long as the conversion. On a device the caching allocator reuses memory.
     """
@@ -54,7 +54,7 @@ class GradientMemory:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def empty_fp32(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return an fp32 tensor with the shape and layout of a parameter's gradient, with undefined values."""
+        """Return an uninitialised fp32 tensor with the shape and layout of a parameter's gradient."""
         if gradient.device.type != "cpu":
             return torch.empty_like(gradient, dtype=torch.float32)
         storage = self._storages.get(id(parameter))
@@ -69,15 +69,15 @@ class GradientMemory:
         return torch.empty(0, dtype=torch.float32).set_(storage, 0, layout.size(), layout.stride())
 
     def clear(self) -> None:
-        """Free the memory that no gradient uses."""
+        """Empty the cache, which frees the memory that no gradient uses."""
         self._storages.clear()
 
 
 class BackwardGradients:
-    """Gradients of a window's modules before, during and after each backward.
+    """Manager of a model's gradients before, during and after each half-precision backward.
 
     Args:
-        window: Window of the modules.
+        window: Half-precision window that holds the model's parameters.
 
     Attributes:
         scaled: Scaled half-precision gradients by the `id` of their parameter, for an optimizer that unscales them in
@@ -101,7 +101,11 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Save the gradients that a backward must not change. The window must be open.
+        """Prepare the gradients of all parameters for a half-precision backward.
+
+        If this backward averages gradients over ranks, a local sum of earlier batches is scaled, rounded and put into
+        `p.grad`, so that it is averaged as well. All other gradients are saved, and `p.grad` is None. The window must
+        be open.
 
         Args:
             parameters: All parameters that the backward may reach.
@@ -131,7 +135,10 @@ class BackwardGradients:
     def _return_sums(
         self, parameters: list[nn.Parameter], sums: list[Tensor], scale: Tensor | None
     ) -> None:
-        """Set `p.grad` to the scaled and rounded sums of this rank, to which autograd adds before DDP averages."""
+        """Set `p.grad` to this rank's gradient sums, scaled and rounded to half precision.
+
+        Autograd adds the new gradients to them before DDP averages.
+        """
         if scale is not None:
             sums = list(torch._foreach_mul(sums, scale))
         rounded = [
@@ -144,11 +151,11 @@ class BackwardGradients:
 
     @torch.no_grad()
     def add_outside_terms(self, loss: Tensor) -> None:
-        """Add the gradients of loss terms that were computed from the fp32 parameters outside of a forward.
+        """Add the gradients of loss terms that depend on the fp32 parameters, such as a weight penalty.
 
-        An example is a weight penalty in a user's own loop. Its graph leads to the fp32 tensors, which DDP does not
-        know. So a backward to these tensors runs first, and its gradients are added to those in DDP's buckets. It only
-        visits the nodes between these tensors and the loss, of which there are usually none.
+        Such terms are computed outside of a forward, for example in a user's own loop. Their graph leads to the fp32
+        tensors, which DDP does not know. So a backward to these tensors runs first, and its gradients are added to
+        those in DDP's buckets. It only visits the nodes between these tensors and the loss. Usually there are none.
         """
         pairs = [
             pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad
@@ -177,7 +184,9 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Set `p.grad` to the unscaled fp32 gradient plus the gradient that `begin` has saved. The window must be open.
+        """Set `p.grad` to the unscaled fp32 gradient plus the gradient saved before the backward.
+
+        The window must be open.
 
         Args:
             groups: Parameters of each optimizer, and a group of other parameters. If a gradient of a group is inf or
@@ -199,7 +208,7 @@ class BackwardGradients:
         self._aside.clear()
 
     def keep_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move the scaled half-precision gradients of a backward from `p.grad` to `scaled`."""
+        """Move the scaled gradients from `p.grad` to `scaled`, for optimizers that unscale them."""
         self._drop_outside_terms()
         for parameter in parameters:
             if parameter.grad is not None:
@@ -208,7 +217,7 @@ class BackwardGradients:
 
     @torch.no_grad()
     def abort(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the gradients of a backward that raised an error, and restore the gradients from before it."""
+        """Drop the gradients of a backward that raised an error, and restore those that `begin` has saved."""
         self._drop_outside_terms()
         for parameter in parameters:
             _show(parameter, self._aside.pop(id(parameter), None))
@@ -220,7 +229,10 @@ class BackwardGradients:
                 pair.fp32.grad = None
 
     def _blocks(self, group: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield the parameters with gradients, in blocks if converted gradients are added to sums and then freed."""
+        """Yield lists of the parameters with gradients.
+
+        They are split into blocks to limit memory if converted gradients are added to earlier sums and then freed.
+        """
         with_gradient = [parameter for parameter in group if parameter.grad is not None]
         if not any(id(parameter) in self._aside for parameter in with_gradient):
             yield with_gradient
@@ -271,7 +283,7 @@ class BackwardGradients:
             torch._foreach_add_(sums, addends)
 
     def _converted(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the gradients in fp32, as new tensors."""
+        """Return new tensors with the parameters' gradients in fp32 or wider."""
         converted: list[Tensor] = []
         half_gradients: list[Tensor] = []
         targets: list[Tensor] = []
@@ -298,7 +310,7 @@ class BackwardGradients:
 
     @torch.no_grad()
     def found_inf(self, parameters: Iterable[Tensor], *, device: torch.device) -> Tensor:
-        """Return 1.0 if a gradient of these parameters is inf or nan, else 0.0, as a 0-dim tensor.
+        """Return a 0-dim tensor that is 1.0 if a gradient contains inf or nan, else 0.0.
 
         Only gradients that were not checked before are read.
         """
@@ -321,7 +333,10 @@ class BackwardGradients:
 
     @contextmanager
     def given_scaled(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Set `p.grad` to the gradients in `scaled` while an optimizer that unscales them steps."""
+        """Set `p.grad` to the scaled gradients within the block, for an optimizer that unscales them.
+
+        Afterwards `p.grad` is None.
+        """
         for parameter in parameters:
             gradient = self.scaled.pop(id(parameter), None)
             if gradient is not None:
@@ -343,7 +358,10 @@ class BackwardGradients:
 
     @contextmanager
     def hidden(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Hide all gradients within the block, because DDP would round them when it rebuilds its buckets."""
+        """Set all gradients to None within the block, and restore them afterwards.
+
+        DDP would otherwise round them when it rebuilds its buckets.
+        """
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -354,11 +372,11 @@ class BackwardGradients:
                 parameter.grad = gradient
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's gradient of the last backward, even if an optimizer step has already unscaled it."""
+        """Return a parameter's gradient of the last backward, even if an optimizer step has consumed it."""
         return self.unscaled_in_step.get(id(parameter), parameter.grad)
 
     def clear(self) -> None:
-        """Free all gradients and their memory."""
+        """Free all saved gradients and the cached memory."""
         self._aside.clear()
         self.scaled.clear()
         self.unscaled_in_step.clear()

@@ -1,11 +1,11 @@
-"""Half-precision window, in which a module's parameters are in half precision while forward and backward run.
+"""Switching of a module's parameters to half precision while forward and backward run.
 
     closed    parameters, gradients and optimizer state are the user's own fp32 objects
     open      parameters show the half-precision copies on which DDP was built
 
 When the window opens, all fp32 values are rounded into the copies. When it closes, elements that user code wrote
-inside are copied to the fp32 values. They are found by comparing the bits of both. So writes outside of the window need
-not be tracked.
+meanwhile are copied to the fp32 values. They are found by comparing the bits of both. So writes while the window is
+closed need not be tracked.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
-    """Parameters of a module in fp32 and in half precision, of which one version is shown at a time.
+    """Switch of a module's parameters between fp32 values and half-precision copies.
+
+    While the window is open, the parameters are in half precision. While it is closed, they are in fp32.
 
     The following keep their own dtype: parameters of normalisation layers, weights that are computed from other
     parameters (`parametrizations`, `weight_norm`, `spectral_norm`, pruning), embeddings with `max_norm`, scripted
-    modules, buffers, and during a fit frozen parameters. A parameter that several modules share keeps its dtype if one
-    of these modules requires it.
+    modules, buffers, and during training frozen parameters. A parameter that several modules share keeps its dtype if
+    one of these modules requires it.
 
     A trained parameter that the user has created in half precision is fp32 until `end`.
 
@@ -58,9 +60,9 @@ class HalfPrecisionWindow:
         dtype: `torch.float16` or `torch.bfloat16`.
         keep_fp32: Module types whose own parameters stay in fp32. Their submodules are converted.
         frozen: Whether parameters that do not require gradients have a half-precision copy as well. It must be False
-            during a fit, because teachers and averages are updated in steps that half precision would round away.
-        on_meta: Whether parameters on the meta device have a half-precision copy as well. During a fit these belong to
-            other pipeline stages.
+            during training, because teachers and averages are updated in steps that half precision would round away.
+        on_meta: Whether parameters on the meta device have a half-precision copy as well. During training these belong
+            to other pipeline stages.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class HalfPrecisionWindow:
         self.add(module)
 
     def add(self, module: nn.Module) -> None:
-        """Create the half-precision copies of a module's parameters."""
+        """Create half-precision copies of a module's parameters, and select its modules for hooks."""
         modules = list(_modules_outside_metrics(module))
         kept: set[int] = set()
         for child in modules:
@@ -137,14 +139,14 @@ class HalfPrecisionWindow:
         parameter.grad_dtype = torch.float32
 
     def pair_of(self, parameter: Tensor) -> ParameterPair | None:
-        """Return the pair of a parameter, or None if it keeps its own dtype or is unknown."""
+        """Return the fp32 and half-precision pair of a parameter, or None if the parameter has no copy."""
         return self.pairs.get(id(parameter))
 
     def add_stand_in(self, stand_in: nn.Parameter, parameter: Tensor) -> None:
-        """Create a half-precision copy for a tensor that replaces a parameter until `remove_stand_in`.
+        """Create a half-precision copy for a tensor that temporarily replaces a parameter.
 
-        Nothing happens if the parameter keeps its own dtype, or while the window is open, because the stand-in was then
-        made from the half-precision copy.
+        It is kept until `remove_stand_in`. Nothing happens if the parameter keeps its own dtype, or while the window is
+        open, because the tensor was then made from the half-precision copy.
 
         Args:
             stand_in: Tensor that replaces the parameter.
@@ -155,7 +157,7 @@ class HalfPrecisionWindow:
             self.pairs[id(stand_in)] = ParameterPair(pair.name, stand_in, self.dtype)
 
     def remove_stand_in(self, stand_in: Tensor) -> None:
-        """Remove a tensor that `add_stand_in` has added."""
+        """Remove the half-precision copy of a tensor that temporarily replaced a parameter."""
         pair = self.pairs.pop(id(stand_in), None)
         if pair is not None:
             pair.close()
@@ -163,7 +165,7 @@ class HalfPrecisionWindow:
     # ---- open and close ----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Round the fp32 values into the half-precision copies, and show the copies."""
+        """Switch the module's parameters to half precision, with newly rounded values."""
         if self.is_open:
             return
         for prepare in self.before_open:
@@ -174,7 +176,10 @@ class HalfPrecisionWindow:
         self.hooks.attach()
 
     def close(self) -> None:
-        """Copy elements that user code wrote into the copies to the fp32 values, and show the fp32 values."""
+        """Switch the module's parameters back to fp32, including values that user code wrote meanwhile.
+
+        Elements that user code wrote into the half-precision copies are first copied to the fp32 values.
+        """
         if not self.is_open:
             return
         self.hooks.detach()
@@ -213,7 +218,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the window within the block. If it is open already, it stays open afterwards."""
+        """Open the half-precision window within the block, and close it afterwards unless it was open before."""
         was_open = self.is_open
         self.open()
         try:
@@ -224,7 +229,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Close the window within the block, and open it again afterwards if it was open."""
+        """Close the half-precision window within the block, and reopen it afterwards if it was open."""
         was_open = self.is_open
         self.close()
         yield
@@ -232,16 +237,19 @@ class HalfPrecisionWindow:
             self.open()
 
     def check_dtypes(self) -> None:
-        """Check before a backward that user code has not replaced parameters (see `ParameterPair.check_dtype`)."""
+        """Raise if user code has changed the dtype or shape of a parameter's data during a step."""
         for pair in self.pairs.values():
             pair.check_dtype()
 
     def is_written(self) -> bool:
-        """Return whether an fp32 value has changed since the copies were made. This waits for the device."""
+        """Return whether an fp32 value has changed since the half-precision copies were last updated.
+
+        This waits for the device.
+        """
         return not all(pair.is_exact_cast() for pair in self.pairs.values())
 
     def cast(self) -> None:
-        """Round the fp32 values into the half-precision copies without showing the copies."""
+        """Update the half-precision copies from the fp32 values without switching the parameters."""
         cast_(self.pairs.values())
 
     def _refresh_pruned_weights(self) -> None:
@@ -254,7 +262,7 @@ class HalfPrecisionWindow:
     # ---- begin and end of a run --------------------------------------------------------------------------------------
 
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
-        """Copy rank zero's fp32 values to all ranks.
+        """Broadcast rank zero's fp32 parameter values to all ranks.
 
         DDP broadcasts only the half-precision copies. Without this, ranks with different initial weights, for example
         without a common seed, would keep different low digits.
@@ -273,7 +281,7 @@ class HalfPrecisionWindow:
         broadcast_first_(values)
 
     def end(self) -> None:
-        """Show the fp32 values permanently, restore the user's dtypes, and remove all hooks."""
+        """Switch the parameters to fp32 permanently, restore the user's dtypes, and remove all hooks."""
         self.close()
         self.hooks.remove()
         self.pairs.clear()
@@ -287,7 +295,10 @@ class HalfPrecisionWindow:
 
 
 def is_reparametrised(module: nn.Module) -> bool:
-    """Return whether a weight of the module is computed from its parameters before each forward."""
+    """Return whether a module computes a weight from other parameters before each forward.
+
+    Examples are `parametrizations`, `weight_norm` and pruning.
+    """
     if isinstance(module, parametrize.ParametrizationList):
         return True
     computing = (WeightNorm, SpectralNorm, BasePruningMethod)

@@ -22,7 +22,7 @@ NUM_LOOKS = 24
 
 
 class LossScale(ABC):
-    """Power-of-two factor for the loss, with a rule for its change after each step.
+    """Base class of loss scales, which are powers of two that may change after each step.
 
     Args:
         scale: Initial scale.
@@ -33,21 +33,24 @@ class LossScale(ABC):
 
     @property
     def value(self) -> float:
-        """Scale as a Python number, for logging. Reading it waits for the device."""
+        """Current scale as a Python float, for logging.
+
+        Reading it waits for the device.
+        """
         return float(self.scale)
 
     def to(self, device: torch.device) -> None:
-        """Move the state to `device`."""
+        """Move the state of the loss scale to a device."""
         self.scale = self.scale.to(device)
 
     @property
     def wants_largest(self) -> bool:
-        """True if the next `update` needs the largest gradient."""
+        """True if the next `update` needs the magnitude of the largest gradient."""
         return False
 
     @abstractmethod
     def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Update the scale after one training step.
+        """Update the scale after one training step, depending on whether gradients overflowed.
 
         Args:
             found_inf: Whether any gradient of the step was inf or nan, a 0-dim bool tensor on the scale's device.
@@ -64,7 +67,9 @@ class LossScale(ABC):
 
 
 class StaticLossScale(LossScale):
-    """Fixed loss scale. Steps that overflow are skipped.
+    """Constant loss scale.
+
+    Steps whose gradients overflow are skipped.
 
     Args:
         loss_scale: A power of two.
@@ -85,11 +90,11 @@ class StaticLossScale(LossScale):
         """Do nothing, because the scale is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale."""
+        """Return a dictionary with the constant scale."""
         return {"scale": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing, because the configured scale takes precedence over the scale of the checkpoint."""
+        """Ignore the checkpoint's scale, because the configured scale takes precedence."""
 
 
 class DynamicLossScale(LossScale):
@@ -173,17 +178,20 @@ class DynamicLossScale(LossScale):
 
     @property
     def wants_largest(self) -> bool:
-        """True in the first steps, in which the scale may jump to a value that fits the largest gradient."""
+        """True during the first steps, when the scale may jump to fit the largest gradient."""
         return self._num_looks > 0
 
     def to(self, device: torch.device) -> None:
-        """Move the state to `device`."""
+        """Move the state of the loss scale to a device."""
         super().to(device)
         for name in ("num_clean_steps", "hysteresis_left", "_is_starting", "_has_fallen"):
             setattr(self, name, getattr(self, name).to(device))
 
     def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Update the scale after one step, on the device."""
+        """Lower the scale after an overflow, or raise it after enough steps without overflow.
+
+        The update runs on the device.
+        """
         scale = self.scale.clone()  # Gradients that wait for a step still contain the old scale.
         if self.hysteresis == 1:
             # torch's kernel applies this rule in one launch.
@@ -215,7 +223,10 @@ class DynamicLossScale(LossScale):
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
 
     def _adjust_at_start(self, scale: Tensor, found_inf: Tensor, largest: Tensor) -> Tensor:
-        """Return the scale after one of the first steps, by the rule in the class docstring."""
+        """Return the scale after one of the first training steps, adjusted to the largest gradient.
+
+        The class docstring describes the rule.
+        """
         falls = found_inf & self._is_starting
         leaps = self._has_fallen & ~found_inf
         # 2^(12 - exponent) is assembled from the bits of a float, because other functions may not be exact.
@@ -233,9 +244,9 @@ class DynamicLossScale(LossScale):
         return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale, the clean steps since the last overflow or growth, and the remaining hysteresis.
+        """Return the scale, the number of clean steps and the remaining hysteresis as plain numbers.
 
-        The state also tells if the run is still in its first steps.
+        The state also records whether the run is still in its first steps.
         """
         state: dict[str, float] = {
             "scale": self.value,
@@ -249,7 +260,7 @@ class DynamicLossScale(LossScale):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, with the scale clamped to this object's bounds."""
+        """Restore a state that `state_dict` returned, with the scale clamped to this object's bounds."""
         scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
@@ -271,7 +282,7 @@ class DynamicLossScale(LossScale):
 def _check_rule(
     growth_factor: float, backoff_factor: float, growth_interval: int, hysteresis: int
 ) -> None:
-    """Raise `ValueError` if a number of a dynamic scale's rule is out of range."""
+    """Raise `ValueError` if a growth, backoff, interval or hysteresis value is out of range."""
     reason = "clean steps must not lower the scale. Use 2, for example"
     require_number("growth_factor", growth_factor, reason, low=1)
     reason = (
@@ -287,7 +298,7 @@ def _check_rule(
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:
-    """Return the loss scale for a user's setting.
+    """Convert a user's setting to a `LossScale` object.
 
     Args:
         setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.

@@ -1,4 +1,4 @@
-"""Methods of the precision plugin for pipelines, whose schedule runs forward and backward of micro-batches."""
+"""Mixed-precision methods for pipeline schedules, which run forward and backward per micro-batch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ else:
 
 
 class MicrobatchMixin(_Base):
-    """Precision mixin that unscales and sums the gradients of micro-batches, and skips steps on all stages or on none.
+    """Precision mixin for pipelines, which accumulates unscaled micro-batch gradients in fp32.
 
-    The ranks of a stage check only its own gradients. If a stage finds inf or nan, all stages skip the step, and they
-    know it before any weight is written.
+    Steps are skipped on all stages or on none. The ranks of a stage check only its own gradients. If a stage finds inf
+    or nan, all stages skip the step, and they know it before any weight is written.
     """
 
     loss_scale: Any
@@ -47,7 +47,7 @@ class MicrobatchMixin(_Base):
     def connect_stages(
         self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False
     ) -> None:
-        """Add a function that combines the overflow flags of all stages, or remove all such functions.
+        """Register a function that combines the overflow flags of all stages, or remove all of them.
 
         Args:
             agree: Function that takes a 0-dim fp32 tensor and returns its maximum over all stages, or over all slices
@@ -63,7 +63,10 @@ class MicrobatchMixin(_Base):
 
     @contextmanager
     def schedule_context(self) -> Iterator[Tensor | None]:
-        """Enter the context of a pipeline schedule, with half-precision parameters. Yield the loss scale or None."""
+        """Enter a context for a pipeline schedule, in which parameters are in half precision.
+
+        It yields the loss scale, or None with bf16.
+        """
         assert self.window is not None
         assert self._user_steps is not None
         self._user_steps.begin_step()
@@ -78,7 +81,7 @@ class MicrobatchMixin(_Base):
     def backward_of_microbatch(
         self, parameters: Iterable[nn.Parameter], *, is_last: bool
     ) -> Iterator[None]:
-        """Enter the context of one backward, whose gradients are added to `p.grad` in unscaled fp32.
+        """Enter a context for the backward of one micro-batch, which accumulates unscaled fp32 gradients.
 
         Args:
             parameters: All parameters that the backward may reach. Other parameters are not changed, because another
@@ -93,7 +96,7 @@ class MicrobatchMixin(_Base):
         self.gradients.finish(self._groups_of(reached), self._scale, lambda _: is_last)
 
     def _groups_of(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return `parameters` grouped by optimizer."""
+        """Group parameters by optimizer, with a last group of parameters without an optimizer."""
         reached = {id(parameter): parameter for parameter in parameters}
         groups = []
         for group in self.optimizer_steps.parameters_by_optimizer(parameters):
@@ -103,18 +106,18 @@ class MicrobatchMixin(_Base):
         return groups
 
     def end_microbatches(self, loss: Tensor) -> None:
-        """Close the window, and store the loss of the batch for the message of an `EndlessOverflowError`."""
+        """Switch the parameters back to fp32, and store the loss of the batch for error messages."""
         assert self.window is not None
         self.window.close()
         if self.loss_scale is not None:
             self._last_loss = loss.detach()
 
     def call_before_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
-        """Call the hooks `on_before_backward` for a backward that the schedule has run."""
+        """Call the `on_before_backward` hooks for a backward that the pipeline schedule has run."""
         return super().pre_backward(loss, module)
 
     def call_after_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
-        """Call the hooks `on_after_backward` for a backward that the schedule has run."""
+        """Call the `on_after_backward` hooks for a backward that the pipeline schedule has run."""
         return super().post_backward(loss, module)
 
     def _agreed(self, found_inf: Tensor | None) -> Tensor | None:
@@ -124,6 +127,6 @@ class MicrobatchMixin(_Base):
         return found_inf
 
     def _decides_alone(self, optimizer: Optimizer) -> bool:
-        # An optimizer with parts agrees in its own step with the ranks that hold the other parts of its parameters.
+        # An optimizer with sharded parameters agrees in its own step with the ranks that hold the other shards.
         has_parts = not self._has_stages and bool(getattr(optimizer, "parts", None))
         return not self._agree_on_overflow or self.loss_scale is None or has_parts

@@ -1,7 +1,7 @@
-"""Hooks on the modules of a half-precision model, which are active while the window is open.
+"""Module hooks that are active while a model's parameters are in half precision.
 
 normalisation layers     compute in fp32 and return the compute dtype
-state dicts              contain and load fp32 values, for any part of the model
+state dicts              contain and load fp32 values, for any submodule of the model
 other threads            get an error if they call the model
 """
 
@@ -19,16 +19,16 @@ from lightning_hybrid.precision.parameter_pair import ParameterPair
 
 
 class Window(Protocol):
-    """Window to which the hooks belong."""
+    """Interface of a half-precision window, as far as the module hooks need it."""
 
     is_open: bool
 
     def pair_of(self, parameter: Tensor) -> ParameterPair | None:
-        """Return the pair of a parameter, or None."""
+        """Return the fp32 and half-precision pair of a parameter, or None if the parameter has no copy."""
 
 
 class ModuleHooks:
-    """Module hooks of one window.
+    """Forward hooks and state-dict hooks on the modules of a half-precision window.
 
     Forward hooks are registered only while the window is open. So outside of a step, modules can be scripted, exported,
     copied and pickled without hooks. Hooks of state dicts stay registered, and do nothing while the window is closed.
@@ -50,12 +50,15 @@ class ModuleHooks:
         self.is_in_backward = False
 
     def compute_in_fp32(self, module: nn.Module) -> None:
-        """Make a normalisation layer compute in fp32 and return the compute dtype."""
+        """Make a normalisation layer compute in fp32 and return half-precision outputs during a step."""
         if not isinstance(module, torch.jit.ScriptModule):
             self._normalisation_layers.append(module)
 
     def show_fp32_in_state_dicts(self, module: nn.Module) -> None:
-        """Make state dicts of a module contain and load fp32 values of its own parameters inside of a step."""
+        """Make a module save and load fp32 parameter values in its state dict during a step.
+
+        This applies to the module's own parameters, and not to those of its children.
+        """
         if module in self._with_state_hooks:
             return
         self._with_state_hooks.add(module)
@@ -65,13 +68,13 @@ class ModuleHooks:
         ]
 
     def refuse_other_threads(self, module: nn.Module) -> None:
-        """Raise an error if another thread calls the module or one of its children while the window is open."""
+        """Make a module and its children raise an error if another thread calls them during a step."""
         for child in (module, *module.children()):
             if not isinstance(child, torch.jit.ScriptModule):
                 self._checked_modules.append(child)
 
     def attach(self) -> None:
-        """Register the forward hooks on the modules."""
+        """Register the forward hooks on the modules for the current thread."""
         self._thread = threading.get_ident()
         for layer in self._normalisation_layers:
             self._attached += [
@@ -84,13 +87,13 @@ class ModuleHooks:
             )
 
     def detach(self) -> None:
-        """Remove the forward hooks."""
+        """Remove the forward hooks from the modules."""
         for handle in self._attached:
             handle.remove()
         self._attached.clear()
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all forward hooks and state-dict hooks."""
         self.detach()
         for handle in self._permanent:
             handle.remove()
@@ -100,7 +103,7 @@ class ModuleHooks:
         self._checked_modules.clear()
 
     def to_fp32(self, values: Any) -> Any:
-        """Convert tensors of the compute dtype in nested containers to fp32."""
+        """Convert half-precision tensors in nested containers to fp32."""
         return tree_map_only(Tensor, self._tensor_to_fp32, values)
 
     def _tensor_to_fp32(self, tensor: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ class ModuleHooks:
     def _give_fp32(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Replace half-precision values in a state dict by fp32 values while the window is open."""
+        """Replace a module's half-precision values in a state dict with fp32 values during a step."""
         if not self._window.is_open:
             return
         for name, parameter in module._parameters.items():
@@ -145,7 +148,7 @@ class ModuleHooks:
                 state[prefix + name] = pair.shown_in_fp32()
 
     def _take_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Load values of a state dict into the fp32 values while the window is open."""
+        """Load a module's values from a state dict into the fp32 parameters during a step."""
         if not self._window.is_open:
             return
         for name, parameter in module._parameters.items():
@@ -158,7 +161,10 @@ class ModuleHooks:
 
 
 class ModuleHook(partial[Any]):
-    """Hook whose copies and pickles do nothing, because hooks of a copied module must not change the original."""
+    """Module hook that does nothing after it has been copied or pickled.
+
+    Hooks of a copied module must not change the original module.
+    """
 
     __name__ = "half_precision_hook"  # TorchScript needs a name.
 

@@ -1,6 +1,6 @@
-"""Features of an optimizer that the precision plugin uses.
+"""Queries of optimizer features on which the precision plugin depends.
 
-An optimizer declares them by attributes, so that they do not depend on its type:
+An optimizer declares features by attributes, so that they do not depend on its type:
 
     _step_supports_amp_scaling    torch's protocol: the step reads `grad_scale` and `found_inf` on the device
     last_found_inf                the step accepts scaled half-precision gradients, and checks them for inf and nan
@@ -18,12 +18,15 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 
 def takes_scaled_gradients(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` accepts scaled half-precision gradients and skips itself after an overflow."""
+    """Return whether an optimizer unscales half-precision gradients itself and skips overflowed steps."""
     return hasattr(optimizer, "last_found_inf") and supports_device_skip(optimizer, device)
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` changes nothing if `optimizer.found_inf` is 1, without waiting for the device."""
+    """Return whether an optimizer can skip a step on the device, if `optimizer.found_inf` is 1.
+
+    The host then need not wait for the device.
+    """
     # torch's fused SGD omits dampening in its first step only. If that step is skipped, no later step omits it.
     if isinstance(optimizer, SGD) and any(
         group["momentum"] and group["dampening"] for group in optimizer.param_groups
@@ -37,10 +40,10 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def evaluates_closure(optimizer: Optimizer) -> bool:
-    """Return whether `step` needs the closure, because the optimizer may evaluate the loss with other weights.
+    """Return whether an optimizer may evaluate the loss again during its step and needs the closure.
 
-    torch's optimizers except LBFGS do not need it, nor do optimizers that declare a feature of this module. They call
-    the closure once at the beginning of a step.
+    torch's optimizers except LBFGS do not, nor do optimizers that declare a feature of this module. They call the
+    closure once at the beginning of a step.
     """
     if isinstance(optimizer, LBFGS):
         return True
@@ -52,7 +55,7 @@ def evaluates_closure(optimizer: Optimizer) -> bool:
 
 
 def prepare_to_skip_(optimizer: Optimizer) -> None:
-    """Set the momentum buffers of torch's SGD to zero before its first step."""
+    """Initialise the momentum buffers of torch's SGD with zeros before its first step."""
     # If its first step is skipped, fused SGD leaves the buffers uninitialised (torch 2.11 to 2.13). With zeros, the
     # first step computes `momentum * 0 + gradient`.
     if isinstance(optimizer, SGD):
@@ -68,7 +71,7 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and the optimizers that it wraps, such as the base optimizer of Lookahead or SAM."""
+    """Return an optimizer and all optimizers that it wraps, such as the base optimizer of Lookahead."""
     optimizers = [optimizer]
     for outer in optimizers:
         for value in vars(outer).values():
@@ -78,7 +81,10 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield the parameters of an optimizer in the order of its groups. None has no parameters."""
+    """Yield all parameters of an optimizer in the order of its parameter groups.
+
+    Nothing is yielded for None.
+    """
     if optimizer is None:
         return
     for group in optimizer.param_groups:
@@ -87,7 +93,10 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 @contextmanager
 def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object within the block, as `torch.amp.GradScaler` does for a step."""
+    """Set attributes of an object within the block, and restore the earlier attributes afterwards.
+
+    `torch.amp.GradScaler` sets attributes of an optimizer in the same way for a step.
+    """
     before = {name: value for name, value in vars(owner).items() if name in attributes}
     vars(owner).update(attributes)
     try:
@@ -99,7 +108,10 @@ def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
 
 
 def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of `Optimizer.step`, or None. The first argument is the optimizer."""
+    """Return the closure among the arguments of `Optimizer.step`, or None if there is no closure.
+
+    The first positional argument is the optimizer.
+    """
     closure = kwargs.get("closure")
     if closure is None and len(args) > 1:
         closure = args[1]

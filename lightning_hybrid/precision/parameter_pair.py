@@ -1,4 +1,4 @@
-"""Parameter in two precisions with one Python object, in half precision during forward and backward and else in fp32.
+"""Parameters that switch between an fp32 value and a half-precision copy.
 
 User code, optimizers and lists always hold the same Python object. Only its C++ tensor changes: torch swaps the C++
 tensors of two Python objects (`torch._C._swap_tensor_impl`, the core of `torch.utils.swap_tensors`).
@@ -32,7 +32,7 @@ _HOST_DEVICES = {"cpu"}
 
 
 class ParameterPair:
-    """Parameter that shows either its fp32 value or its half-precision copy.
+    """Parameter that can be switched between its fp32 value and a half-precision copy.
 
     Args:
         name: Name of the parameter, for errors.
@@ -40,8 +40,8 @@ class ParameterPair:
         dtype: `torch.float16` or `torch.bfloat16`.
 
     Attributes:
-        was_written: whether user code was seen to write the copy, whose values are rounded. Known on a CPU only: on
-            other devices `WriteSearch` looks for writes.
+        was_written: Whether user code was detected to write the copy, whose values are rounded. Known on a CPU only. On
+            other devices `WriteSearch` detects writes.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class ParameterPair:
         self.dtype = dtype
         half = parameter.detach().to(dtype)
         self._hidden = nn.Parameter(half, requires_grad=parameter.requires_grad)
-        # The address of the C++ tensor tells which one is shown, even after an interrupt between two statements.
+        # The address of the C++ tensor shows which tensor is active, even after an interrupt between two statements.
         self._half_address: int = self._hidden._cdata
         self.was_written = False
         # torch's version counters, which count writes, at the time of the copy.
@@ -59,25 +59,25 @@ class ParameterPair:
 
     @property
     def is_open(self) -> bool:
-        """True if the parameter shows its half-precision copy."""
+        """True if the parameter is currently in half precision."""
         return self.parameter._cdata == self._half_address
 
     @property
     def fp32(self) -> Tensor:
-        """Tensor that holds the fp32 value."""
+        """Tensor that holds the parameter's fp32 value."""
         if self.is_open:
             return self._hidden
         return self.parameter
 
     @property
     def half(self) -> Tensor:
-        """Tensor that holds the half-precision copy."""
+        """Tensor that holds the parameter's half-precision copy."""
         if self.is_open:
             return self.parameter
         return self._hidden
 
     def open(self) -> None:
-        """Show the half-precision copy, with the parameter's fp32 gradient."""
+        """Switch the parameter to its half-precision copy, without changing its fp32 gradient."""
         if self.is_open:
             return
         gradient = self.parameter.grad
@@ -90,7 +90,7 @@ class ParameterPair:
         vars(self.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def close(self) -> None:
-        """Show the fp32 value, with the gradient converted to fp32."""
+        """Switch the parameter to its fp32 value, and convert its gradient to fp32."""
         if not self.is_open:
             return
         vars(self.parameter).pop("__deepcopy__", None)
@@ -104,7 +104,7 @@ class ParameterPair:
             self.parameter.grad = gradient
 
     def show_gradient(self, gradient: Tensor | None) -> None:
-        """Set `parameter.grad` to an fp32 gradient while the half-precision copy is shown."""
+        """Set the gradient to an fp32 tensor while the parameter is in half precision."""
         self.parameter.grad = None
         self.parameter.grad_dtype = (
             None  # None allows a gradient of another dtype than the parameter's.
@@ -112,7 +112,7 @@ class ParameterPair:
         self.parameter.grad = gradient
 
     def hide_gradient(self) -> None:
-        """Set `parameter.grad` to None before a backward while the half-precision copy is shown."""
+        """Set the gradient to None, so that the next backward creates a half-precision gradient."""
         self.parameter.grad = None
         self.parameter.grad_dtype = self.dtype  # Backward casts gradients to this dtype.
 
@@ -139,9 +139,9 @@ class ParameterPair:
     def note_cast(self) -> None:
         """Record that the copy holds the current fp32 value.
 
-        The cast does not count as a write, because it wrote the same values, and a graph that waits for its backward
-        may hold the copy. But if the fp32 value was written since the previous cast, such a graph is out of date. The
-        version counter of the copy is then increased, so that torch raises its error about a modified variable.
+        The cast itself leaves the copy's version counter unchanged, so graphs that saved the copy stay valid. If the
+        fp32 value has changed since the previous cast, those graphs are stale, so the counter is increased and torch
+        raises its usual in-place modification error.
         """
         version = self.fp32._version
         if version != self._fp32_version:
@@ -150,12 +150,15 @@ class ParameterPair:
         self._half_version = self.half._version
 
     def is_exact_cast(self) -> bool:
-        """Return whether the copy equals the rounded fp32 value bit for bit. This waits for the device."""
+        """Return whether the half-precision copy is bitwise equal to the rounded fp32 value.
+
+        This waits for the device.
+        """
         return is_rounded(self.half.detach(), self.fp32.detach())
 
     @property
     def is_written_as_fp32(self) -> bool:
-        """True if the fp32 value was written inside of the step, and the copy was not.
+        """True if user code has written the fp32 value during the step, but not the half-precision copy.
 
         User code may write the fp32 value through another tensor with the same memory, such as a value of a state dict.
         The copy is then out of date.
@@ -164,7 +167,7 @@ class ParameterPair:
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Copy elements that user code wrote into the half-precision copy to the fp32 value.
+        """Transfer elements that user code wrote into the half-precision copy to the fp32 value.
 
             fp32 <- where(half == half_dtype(fp32), fp32, half)
 
@@ -189,7 +192,7 @@ class ParameterPair:
 
     @torch.no_grad()
     def take_writes_without_waiting_(self, cast: Tensor | None = None) -> None:
-        """Copy written elements to the fp32 value on a device with one `where`, without waiting for the device.
+        """Transfer user writes from the half-precision copy to fp32 without waiting for the device.
 
         Args:
             cast: fp32 value rounded to half precision, if the caller has computed it.
@@ -202,7 +205,7 @@ class ParameterPair:
         torch.where(raw_bits(cast) == raw_bits(half), value, half, out=value)
 
     def check_dtype(self) -> None:
-        """Check that user code has not replaced the parameter's data by another dtype or shape inside of a step.
+        """Raise if user code has replaced the parameter's data by another dtype or shape during a step.
 
         Raises:
             RuntimeError: The dtype or the shape has changed.
@@ -219,7 +222,10 @@ class ParameterPair:
         )
 
     def load_(self, value: Tensor) -> None:
-        """Write a value of a state dict into the fp32 value. torch itself writes the rounded value into the copy."""
+        """Copy a value from a state dict into the fp32 value.
+
+        torch itself writes the rounded value into the half-precision copy.
+        """
         with torch.no_grad():
             self.fp32.detach().copy_(value)
         self._fp32_version = self.fp32._version
@@ -228,7 +234,7 @@ class ParameterPair:
 
     @torch.no_grad()
     def shown_in_fp32(self) -> Tensor:
-        """Return the parameter's current value inside of a step in fp32.
+        """Return the parameter's current value in fp32 during a step.
 
         Elements that were not written have all their fp32 digits. The fp32 value itself is not changed, so it stays the
         same if user code writes the copy and later restores it.
@@ -255,7 +261,7 @@ class ParameterPair:
 
 @torch.no_grad()
 def cast_(pairs: Iterable[ParameterPair]) -> None:
-    """Write the rounded fp32 values into the half-precision copies, in one pass over memory."""
+    """Update half-precision copies with their rounded fp32 values, in one pass over memory."""
     pairs = list(pairs)
     if not pairs:
         return
@@ -268,11 +274,13 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 @torch.no_grad()
 def take_writes_(pairs: Iterable[ParameterPair], search: WriteSearch) -> None:
-    """Take over writes to the copies, on a device by lists. See `ParameterPair.take_writes_`.
+    """Transfer user writes from half-precision copies to the fp32 values of several parameters.
+
+    On a device, the parameters are processed in blocks without waiting. See `ParameterPair.take_writes_`.
 
     Args:
-        pairs: parameters in both precisions.
-        search: search for writes on a device. On a CPU a pair itself knows that it was written.
+        pairs: Parameters in both precisions.
+        search: Detector of writes on a device. On a CPU each pair records whether it was written.
     """
     block: list[ParameterPair] = []
     numel = 0
@@ -308,7 +316,7 @@ def _take_writes_of_block_(block: list[ParameterPair], search: WriteSearch) -> N
 
 @cache
 def check_exchange() -> None:
-    """Check that the installed torch can swap the tensors of two parameters.
+    """Raise if the installed torch cannot swap the C++ tensors of two parameters.
 
     Raises:
         MisconfigurationException: The result of a swap is not as expected.
@@ -347,7 +355,10 @@ def check_exchange() -> None:
 
 
 def is_rounded(half: Tensor, fp32: Tensor) -> bool:
-    """Return whether `half` equals the rounded `fp32` bit for bit. This waits for the device."""
+    """Return whether a half-precision tensor is bitwise equal to a rounded fp32 tensor.
+
+    This waits for the device.
+    """
     if half.numel() <= _BLOCK or half.stride() != fp32.stride() or has_gaps(half):
         return torch.equal(raw_bits(half), raw_bits(fp32.to(half.dtype)))
     half_blocks = flattened(half, half).split(_BLOCK)
@@ -368,5 +379,5 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def raw_bits(tensor: Tensor) -> Tensor:
-    """Return the bits of a half-precision tensor as integers, which compare equal for equal NaNs as well."""
+    """Return the bits of a half-precision tensor as int16, so that identical NaNs compare equal."""
     return tensor.view(torch.int16)

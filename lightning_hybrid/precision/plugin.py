@@ -53,7 +53,7 @@ else:
 
 
 class MasterWeightMixin(MicrobatchMixin, _Base):
-    """Precision plugin that trains in fp16 or bf16, with fp32 weights, gradients and optimizer state.
+    """Precision plugin for fp16 or bf16 training with fp32 master weights and optimizer state.
 
     One step with loss scale `s`, weights `w` and loss `L`:
 
@@ -152,7 +152,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Total number of skipped optimizer steps. Reading it waits for the device."""
+        """Total number of optimizer steps that were skipped after an overflow.
+
+        Reading it waits for the device.
+        """
         return sum(int(state.num_skipped) for state in self.optimizer_steps)
 
     # ---- before training -------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         is_last_backward_of_step: Callable[[], bool],
         flush_backward: Callable[[Tensor], object] = torch.is_tensor,
     ) -> None:
-        """Connect the functions that a strategy provides.
+        """Register the functions of a strategy that the plugin calls around each backward.
 
         Args:
             is_last_backward_of_step: Function that returns whether the current backward averages gradients over ranks,
@@ -175,7 +178,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._flush_backward = flush_backward
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Store the module. `follow_device` creates its half-precision copies when the module is on its device."""
+        """Store the module for its later conversion by `follow_device`, and return it unchanged.
+
+        `follow_device` creates the half-precision copies when the module is on its device.
+        """
         self._end_window()
         self._module = module
         return module
@@ -197,7 +203,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return HalfPrecisionWindow(self._module, self.dtype, self.keep_fp32, frozen=is_evaluated)
 
     def follow_device(self, device: torch.device, *, host: torch.device | None = None) -> None:
-        """Create the half-precision copies, and move the loss scales to the weights.
+        """Create half-precision copies of the parameters, and move the loss scales to their device.
 
         Args:
             device: Device that computes.
@@ -234,7 +240,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Check the strategy, and make per-step schedules wait when a step is skipped.
+        """Check the strategy, and guard per-step learning-rate schedules against skipped optimizer steps.
 
         Raises:
             MisconfigurationException: The strategy does not support this plugin.
@@ -263,7 +269,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Enter a context with half-precision parameters and autocast.
+        """Enter a context in which parameters are in half precision and autocast is enabled.
 
         Matrix products use half-precision operands. Losses and other sensitive functions use fp32.
         """
@@ -273,7 +279,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Enter the context of `training_step`. The window stays open for its backward unless user code runs before."""
+        """Enter the context of `training_step`, in which parameters are in half precision.
+
+        They stay in half precision for the backward, unless user code runs before it.
+        """
         assert self.window is not None
         assert self._user_steps is not None
         self._user_steps.begin_step()
@@ -331,7 +340,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Call the hooks `on_before_backward`, and multiply the loss by its scale in fp32."""
+        """Call the `on_before_backward` hooks, and return the loss multiplied by the loss scale.
+
+        The product is computed in fp32.
+        """
         tensor = super().pre_backward(tensor, module)
         assert self.window is not None
         self.window.open()
@@ -353,7 +365,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self._is_last_backward()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward. Activations that `torch.utils.checkpoint` recomputes use the arithmetic of forward."""
+        """Run backward with the half-precision arithmetic of the forward.
+
+        So activations that `torch.utils.checkpoint` recomputes are the same as in the forward.
+        """
         parameters = list(model.parameters())
         with self._in_backward(parameters):
             self.gradients.add_outside_terms(tensor)  # type: ignore[union-attr]
@@ -379,7 +394,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self.window.hooks.is_in_backward = False
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Unscale the gradients, close the window, and call the hooks `on_after_backward`."""
+        """Unscale the gradients, switch the parameters to fp32, and call the `on_after_backward` hooks.
+
+        In manual optimization, the parameters stay in half precision until `training_step` ends. Gradients stay scaled
+        if the optimizers unscale them in their steps.
+        """
         assert self.window is not None
         assert self.gradients is not None
         try:
@@ -396,7 +415,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return super().post_backward(tensor, module)
 
     def _may_keep_scaled(self, module: LightningModule) -> bool:
-        """Return whether the optimizers may unscale the gradients of this backward in their steps."""
+        """Return whether the gradients of this backward may stay scaled until the optimizer step."""
         return self._is_last_backward() and self.steps_on_scaled(module)
 
     def steps_on_scaled(self, module: LightningModule) -> bool:
@@ -420,7 +439,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, call hooks, clip gradients, and then step, or skip the step on all ranks."""
+        """Run the closure, hooks and gradient clipping, and then step or skip the step on all ranks."""
         # All ranks make the same decision without a further collective, because gradients are equal on all ranks after
         # the all-reduce, and inf and nan survive a sum.
         assert isinstance(optimizer, Optimizer)
@@ -463,9 +482,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self._stop_if_stuck(state, model)
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        """Return the largest unscaled gradient, for the first steps of a dynamic loss scale, or None.
+        """Return the magnitude of the largest unscaled gradient, or None if it is not needed or unknown.
 
-        It is None if the optimizer's gradients may differ between ranks.
+        Only the first steps of a dynamic loss scale need it. It is unknown if the optimizer's gradients may differ
+        between ranks.
         """
         assert self.gradients is not None
         is_alone = self._is_automatic and not self._agree_on_overflow
@@ -480,7 +500,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         divisor = torch.ones_like(state.grad_scale)
         if scaled:
             divisor = state.grad_scale
-        if self.largest_of_parts is not None:  # Each rank has only a part of the gradients.
+        if self.largest_of_parts is not None:  # Each rank has only a shard of the gradients.
             return self.largest_of_parts(parameters_of(optimizer)) / divisor
         gradients = []
         for parameter in parameters_of(optimizer):
@@ -493,7 +513,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return torch.stack([norm.float() for norm in norms]).amax() / divisor
 
     def _verdict(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        """Return 1.0 if a gradient is inf or nan, else 0.0, or None without a loss scale."""
+        """Return 1.0 if a gradient contains inf or nan, else 0.0, or None without a loss scale."""
         assert self.gradients is not None
         if state.loss_scale is None:
             return None
@@ -560,7 +580,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Step with an optimizer that evaluates the loss itself, possibly several times with different weights."""
+        """Run a step of an optimizer that evaluates the loss itself, possibly several times."""
         assert self.window is not None
         self.run_deferred_schedules()
         state.skip_flag = None
@@ -586,7 +606,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate a closure inside of an optimizer's step. Afterwards the window is closed."""
+        """Evaluate a closure in half precision during an optimizer's step.
+
+        Afterwards the parameters are in fp32.
+        """
         assert self.window is not None
         if self._is_automatic:
             return closure()  # It opens and closes the window itself.
@@ -606,7 +629,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return any(id(parameter) in module_parameters for parameter in parameters_of(optimizer))
 
     def _state_for_user(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the state of an optimizer, or of the optimizer that wraps it."""
+        """Return the step state of an optimizer, or of an optimizer that shares parameters with it."""
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
         for state in self.optimizer_steps:
             if any(id(parameter) in parameters for parameter in parameters_of(state.optimizer)):
@@ -664,14 +687,14 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         )
 
     def run_deferred_schedules(self) -> None:
-        """Step the schedules that were deferred until it is known whether the optimizer step was skipped.
+        """Run the deferred learning-rate schedule steps, except those of skipped optimizer steps.
 
         It must be called before a checkpoint and at the end of training.
         """
         self._schedules.run_deferred()
 
     def on_train_end(self) -> None:
-        """Step the deferred LR schedules, and raise `EndlessOverflowError` if an overflow was not reported yet."""
+        """Run the deferred learning-rate schedule steps, and raise if too many steps overflowed in a row."""
         self.run_deferred_schedules()
         for state in self.optimizer_steps:
             self._stop_if_stuck(state, self._lightning_module, is_end=True)
@@ -685,14 +708,17 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self.optimizer_steps.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loss scales and counters of a checkpoint."""
+        """Restore the loss scales and skip counters of all optimizers from a checkpoint."""
         if state_dict:
             self.optimizer_steps.load_state_dict(state_dict)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
     def close_window(self) -> None:
-        """Show the fp32 parameters if a step has left the window open, after an error or without a backward."""
+        """Switch the parameters back to fp32 if a step has left them in half precision.
+
+        This happens after an error, or if no backward follows `training_step`.
+        """
         if self.window is not None:
             self.window.close()
 
@@ -701,7 +727,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._end_window()
 
     def teardown(self) -> None:
-        """Restore the module's fp32 parameters and the classes of its LR schedulers."""
+        """Restore the module's fp32 parameters and LR schedulers, and drop all references to the run."""
         self._end_window()
         self._module = None
         self._full_accumulation.end()

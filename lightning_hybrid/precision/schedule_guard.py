@@ -1,7 +1,7 @@
-"""Learning-rate schedules that do not step when the optimizer step was skipped.
+"""Guard that keeps learning-rate schedules from advancing when the optimizer step was skipped.
 
 Otherwise the search for a loss scale would use up steps of the warm-up, and PyTorch would warn that the scheduler ran
-before the optimizer. The schedule runs on the host, but the flag that tells whether a step was skipped is on the
+before the optimizer. The schedule runs on the host, but the flag that shows whether a step was skipped is on the
 device. With forward F, backward B and update U:
 
     device   | F1 B1 U1 | F2 B2 U2 | F3 ..
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleGuard:
-    """Guard that lets schedules step only if the optimizer step was not skipped.
+    """Guard that lets learning-rate schedules advance only if the optimizer step was not skipped.
 
     Args:
         skip_flags_of: Function that returns the flags of the last step of an optimizer, or of all optimizers for None.
@@ -49,7 +49,7 @@ class ScheduleGuard:
         return len(self._guarded)
 
     def guard(self, config: LRSchedulerConfig) -> None:
-        """Make `config.scheduler.step()` do nothing if the last step of its optimizer was skipped.
+        """Make a scheduler's `step()` do nothing if the last step of its optimizer was skipped.
 
         This applies to schedulers with `interval="step"`. A scheduler that counts epochs must step in any case, and
         `ReduceLROnPlateau` follows a metric.
@@ -82,7 +82,10 @@ class ScheduleGuard:
             self.run_deferred()
 
     def run_deferred(self) -> None:
-        """Run the deferred steps in order. This waits for the optimizer steps that they follow."""
+        """Run the deferred schedule steps in order, except those of skipped optimizer steps.
+
+        This waits for the optimizer steps that they follow.
+        """
         waiting = self._waiting
         self._waiting = []
         for flags, advance in waiting:
@@ -90,7 +93,7 @@ class ScheduleGuard:
                 advance()
 
     def release(self) -> None:
-        """Restore the classes of the schedulers."""
+        """Restore the original classes of all guarded schedulers."""
         for config in self._guarded:
             release_schedule(config)
         self._guarded.clear()
@@ -98,12 +101,12 @@ class ScheduleGuard:
 
 
 def release_schedule(config: LRSchedulerConfig) -> None:
-    """Restore the class of a scheduler, so that it steps even if the optimizer step was skipped."""
+    """Restore a scheduler's original class, so that it also advances after skipped optimizer steps."""
     scheduler: Any = config.scheduler
     if is_guarded(scheduler):
         scheduler.__class__ = type(scheduler)._unguarded
 
 
 def is_guarded(scheduler: object) -> bool:
-    """Return whether a `ScheduleGuard` guards the scheduler."""
+    """Return whether a learning-rate scheduler is guarded by a `ScheduleGuard`."""
     return hasattr(type(scheduler), "_unguarded")

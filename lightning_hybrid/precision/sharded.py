@@ -1,4 +1,4 @@
-"""Half precision with FSDP2 (torch's `fully_shard`), whose shards are the fp32 master weights."""
+"""Half-precision training with FSDP2 (`fully_shard`), whose shards are the fp32 master weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostShards(_Strategy):
     offload = True
 
     def setup(self, trainer: Any) -> None:
-        """Set up the run, and move everything except shards to the device."""
+        """Set up the strategy for a run, but leave offloaded shards on the host."""
         if not self.offload:
             super().setup(trainer)
             return
@@ -51,7 +51,7 @@ class HostShards(_Strategy):
 
 
 class _ShardsStay(TorchFunctionMode):
-    """Torch function mode in which DTensors are not moved between devices.
+    """Torch function mode in which `Tensor.to` leaves DTensors on their device.
 
     Lightning would move the module, and the state that optimizers create in their constructors.
     """
@@ -66,13 +66,14 @@ class _ShardsStay(TorchFunctionMode):
 
 
 class CallsOutsideOfSteps:
-    """Hooks that enter the context of a step when user code calls a sharded module, or one of its children.
+    """Hooks that enable half precision when user code calls a sharded module outside of a step.
 
-    FSDP gathers half-precision parameters for such calls as well, so outside of a step they need the same context.
+    They are registered on the module and on its children, and enter the context of a step. FSDP gathers half-precision
+    parameters for such calls as well, so outside of a step the calls need the same context.
 
     Args:
         module: LightningModule.
-        window: Window, which is open inside of a step.
+        window: Half-precision window, which is open inside of a step.
         step_context: Function that returns the context of a step.
     """
 
@@ -107,13 +108,13 @@ class CallsOutsideOfSteps:
         return self._window.hooks.to_fp32(output)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the forward hooks from the module and its children."""
         for handle in self._handles:
             handle.remove()
 
 
 class ShardedHalfMixin(MasterWeightMixin):
-    """Precision plugin for `fully_shard` and Lightning's `ModelParallelStrategy`, with fp32 shards as master weights.
+    """Half-precision plugin for FSDP2 in `ModelParallelStrategy`, with fp32 shards as master weights.
 
         gather, forward, backward    w16 = half(w), g16 = grad of s * L at w16          normalisation layers: fp32
         reduce                       g   = mean over ranks of g16, in `reduce_dtype`    fp32, a shard on each rank
@@ -132,7 +133,9 @@ class ShardedHalfMixin(MasterWeightMixin):
     bytes."""
 
     def shard_(self, network: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
-        """Shard a network in place, with a unit for each block, for the fp32 modules, and for all other modules.
+        """Shard a network in place by `fully_shard`, with a separate unit for each block.
+
+        All fp32 modules form another unit, and so do all remaining modules.
 
         Collective: every rank of the mesh must call it, in the same order, as for `fully_shard`.
 
@@ -163,7 +166,9 @@ class ShardedHalfMixin(MasterWeightMixin):
         fully_shard(network, **options)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Connect the module, whose shards are the master weights.
+        """Check that the module is sharded, and prepare it for half-precision training.
+
+        Its shards are the master weights.
 
         Raises:
             MisconfigurationException: The strategy is not `ModelParallelStrategy`, `shard_` has not sharded the module,

@@ -1,4 +1,4 @@
-"""Loss scale and counters of skipped steps for each optimizer.
+"""Loss scale and skipped-step counters of each optimizer.
 
 The counters are on the device. The host reads them at a logged step, at a checkpoint and at the end of training.
 """
@@ -24,11 +24,11 @@ MAX_SKIPPED_STEPS_IN_A_ROW = 40
 
 
 class EndlessOverflowError(RuntimeError):
-    """Error raised when gradients overflow in every step, so that no loss scale can help."""
+    """Error raised when gradients overflow in so many successive steps that no loss scale can help."""
 
 
 class SkipFlag:
-    """Flag that tells whether a step was skipped. It may still be on its way from the device to the host.
+    """Asynchronous flag that shows whether an optimizer step was skipped.
 
     On CUDA the flag is copied to pinned memory after the work of the step, and an event marks the end of the copy.
 
@@ -48,11 +48,14 @@ class SkipFlag:
 
     @property
     def is_known(self) -> bool:
-        """True if the host knows the flag, so that `was_skipped` does not read a tensor."""
+        """True if the host has the value of the flag, so that `was_skipped` does not read a tensor."""
         return isinstance(self._answer, bool)
 
     def was_skipped(self) -> bool:
-        """Return whether the step was skipped. This waits for the step, but not for work that was queued after it."""
+        """Wait for the optimizer step on the device, and return whether it was skipped.
+
+        This does not wait for work that was queued after the step.
+        """
         if self._arrival is not None:
             self._arrival.synchronize()
         if isinstance(self._answer, Tensor):
@@ -62,12 +65,12 @@ class SkipFlag:
 
 @dataclass(eq=False)
 class OptimizerStepState:
-    """Loss scale and counters of one optimizer.
+    """Loss scale and skipped-step counters of one optimizer.
 
     Attributes:
         loss_scale: Loss scale for the next backward. None with bf16.
         optimizer: Optimizer. None: it is not known yet.
-        grad_scale: Factor in the gradients for the next step.
+        grad_scale: Loss scale that the gradients of the next step contain.
         skip_flag: Flag of the last step. None: that step was not skipped.
         num_skipped: Number of skipped steps.
         num_in_a_row: Number of successive skipped steps, up to and including the last step.
@@ -81,14 +84,14 @@ class OptimizerStepState:
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
     def to(self, device: torch.device) -> None:
-        """Move the scale and the counters to `device`."""
+        """Move the loss scale and the counters to a device."""
         self.num_skipped = self.num_skipped.to(device)
         self.num_in_a_row = self.num_in_a_row.to(device)
         if self.loss_scale is not None:
             self.loss_scale.to(device)
 
     def count(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Count one step, and update the loss scale, without waiting for the device.
+        """Count one step as skipped or clean, and update the loss scale, without waiting for the device.
 
         Args:
             found_inf: 0-dim tensor that is above 0 if the step was skipped.
@@ -130,7 +133,7 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """States of all optimizers, in the trainer's order.
+    """List of the loss scales and skipped-step counters of all optimizers, in the trainer's order.
 
     Args:
         loss_scale: Loss scale of the first optimizer. Other optimizers get copies of it.
@@ -142,15 +145,15 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._followed: list[Optimizer] = []
 
     def to(self, device: torch.device) -> None:
-        """Move all states to `device`."""
+        """Move the states of all optimizers to a device."""
         self._device = device
         for state in self:
             state.to(device)
 
     def of(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the state of `optimizer`.
+        """Return the state of an optimizer, and assign one if it has none yet.
 
-        If it has no state yet, it gets the first state without an optimizer, or a new state.
+        This is the first state without an optimizer, or a new state.
         """
         for state in self:
             if state.optimizer is optimizer:
@@ -167,7 +170,10 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return new_state
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Assign the states to a trainer's optimizers. An optimizer that replaces another one gets its state."""
+        """Assign the states to a trainer's current optimizers.
+
+        An optimizer that replaces another one gets its state.
+        """
         current = list(optimizers)
         is_same = len(current) == len(self._followed) and all(
             map(operator.is_, current, self._followed)
@@ -188,14 +194,14 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self[:] = current_states or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
-        """Return the known flags of the last step of `optimizer`. None: of every optimizer."""
+        """Return the existing skip flags of the last step of one optimizer, or of all optimizers for None."""
         states: list[OptimizerStepState] = self
         if optimizer is not None:
             states = [self.of(optimizer)]
         return [state.skip_flag for state in states if state.skip_flag is not None]
 
     def parameters_by_optimizer(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters of each optimizer, followed by the remaining ones of `parameters`."""
+        """Return a list of parameters for each optimizer, and a last list of those without an optimizer."""
         parameter_lists = [list(parameters_of(state.optimizer)) for state in self]
         optimized: set[int] = set()
         for optimizer_parameters in parameter_lists:
@@ -206,7 +212,10 @@ class OptimizerStepStates(list[OptimizerStepState]):
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
-        """Return the smallest scale of the optimizers that a backward can reach, and set it for all of them."""
+        """Set the same loss scale for all optimizers that a backward can reach, and return it.
+
+        This is the smallest scale of these optimizers.
+        """
         # A backward has one loss and therefore one scale, which is a factor of all gradients that it computes.
         reached = list(self)
         if len(reached) > 1:
@@ -222,7 +231,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return scale
 
     def release(self) -> None:
-        """Release the optimizers and the flags of their last step, but keep scales and counters."""
+        """Drop the references to optimizers and skip flags, without changing loss scales and counters."""
         for state in self:
             state.optimizer = None
             state.skip_flag = None
@@ -230,21 +239,24 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._followed = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first optimizer's state, with the states of other optimizers under an additional key."""
+        """Return the states of all optimizers as plain numbers, for a checkpoint.
+
+        The state of the first optimizer is at the top level, and the other states are under an additional key.
+        """
         first, *further = (state.state_dict() for state in self)
         if further:
             first["other_optimizers"] = further
         return first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of the optimizers that are both in the checkpoint and in this run."""
+        """Restore the states of all optimizers that are in the checkpoint as well as in this run."""
         saved_states = [state, *state.get("other_optimizers", ())]
         for step_state, saved_state in zip(self, saved_states, strict=False):
             step_state.load_state_dict(saved_state)
 
 
 def _is_trained(state: OptimizerStepState) -> bool:
-    """Return whether a parameter of the optimizer requires a gradient."""
+    """Return whether any parameter of the state's optimizer requires a gradient."""
     return any(parameter.requires_grad for parameter in parameters_of(state.optimizer))
 
 
@@ -256,7 +268,9 @@ def raise_if_stuck(
     gradient_of: Callable[[Tensor], Tensor | None],
     step: str,
 ) -> None:
-    """Raise an error if an optimizer has skipped too many steps in a row. This waits for the device.
+    """Raise `EndlessOverflowError` if an optimizer has skipped too many steps in a row.
+
+    This waits for the device.
 
     Args:
         state: State of the optimizer.

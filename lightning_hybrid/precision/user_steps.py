@@ -1,6 +1,6 @@
-"""Optimizer steps that user code makes without Lightning, which are detected by torch's hooks for all optimizers.
+"""Support for optimizer steps that user code runs without Lightning, by global optimizer hooks.
 
-Such a step runs outside of the window, on fp32 parameters with fp32 gradients. After an overflow gradients are None.
+Such a step runs on fp32 parameters with fp32 gradients. After an overflow gradients are None.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_hybrid.precision.optimizer_protocol import closure_in, parameters
 
 
 class UserSteps:
-    """Hooks around the steps of every torch optimizer that holds parameters of a window.
+    """Global optimizer hooks that switch parameters to fp32 during steps called by user code.
 
     Args:
-        window: Window, which is closed during such a step.
+        window: Half-precision window, which is closed during such a step.
         owns: Function that returns whether an optimizer trains parameters of the run.
         has_overflowed: Function that counts a step, and returns whether the optimizer's gradients contain inf or nan.
         evaluate: Function that evaluates a closure in an open window, and closes the window.
@@ -117,12 +117,15 @@ class UserSteps:
             self._window.open()
 
     def begin_step(self) -> None:
-        """Reset the state at the beginning of a training step, because an optimizer step may have raised an error."""
+        """Reset the hooks' state at the beginning of a training step.
+
+        A previous optimizer step may have raised an error.
+        """
         self._stepping = None
         self._entered = None
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the global optimizer hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

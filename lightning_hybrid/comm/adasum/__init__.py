@@ -1,1 +1,1 @@
-"""Adasum between nodes: its DDP hook, and the combination of the gradients of several nodes."""
+"""Adasum of gradients between nodes, and its DDP communication hook."""

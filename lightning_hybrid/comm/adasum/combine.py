@@ -1,4 +1,4 @@
-"""Adasum of a bucket over nodes. Gradients that agree are averaged, and orthogonal gradients are added.
+"""Adasum between nodes, which averages parallel gradients and adds orthogonal gradients.
 
     a (+) b = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b          a factor is 1 if its norm is 0
 
@@ -42,11 +42,14 @@ def adasum_(
     *,
     sum_: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> None:
-    """Replace `flat` (1-D, contiguous) by the Adasum of the group's tensors, parameter by parameter.
+    """Replace `flat` by its Adasum over the process group, computed separately for each parameter.
+
+    `flat` must be 1-D and contiguous.
 
     Collective: every rank of the group must call it, in the same order. Afterwards `flat` is bitwise equal on all
     ranks. With N ranks, each sends 2 (N - 1) / N of the bytes of `flat` in 2 log2 N messages. It also takes part in
-    log2 N sums of inner products: 12 N bytes per tensor in the first sum, and half as many in each further one.
+    log2 N all-reduces of inner products. The first one has 12 N bytes per tensor, and each later one has half the size
+    of the one before.
 
     Args:
         flat: Gradients of this node, in fp16, bf16, fp32 or fp64.
@@ -65,7 +68,7 @@ def adasum_(
 
 
 class _Combination:
-    """Adasum of one bucket in progress, as seen from one node.
+    """Adasum computation of one bucket, as seen from one node.
 
     The node combines a range of the bucket's elements, which each level halves.
 
@@ -92,7 +95,7 @@ class _Combination:
         self._halves: list[tuple[slice, slice]] = []  # kept and sent, for each level
 
     def combine_level(self, level: int) -> None:
-        """Swap halves with the partner of a level, and combine both nodes' values of the kept half."""
+        """Exchange halves with the partner node of a tree level, and combine the half that this node keeps."""
         partner = self._rank ^ (1 << level)
         received = self._swap_halves(partner)
         segments = None
@@ -110,17 +113,17 @@ class _Combination:
         self._values[tail_begin:].add_(received[tail_begin:])
 
     def write_back(self) -> None:
-        """Write this node's combined values into the bucket."""
+        """Write the values that this node has combined back into the bucket."""
         if self._values.dtype != self._flat.dtype:
             self._flat[self._begin : self._end].copy_(self._values)
 
     def gather_level(self, level: int) -> None:
-        """Swap the combined halves with the partner of a level."""
+        """Exchange the combined halves with the partner node of a tree level."""
         kept, sent = self._halves[level]
         _swap(self._flat[kept], self._flat[sent], self._rank ^ (1 << level), self._group)
 
     def _swap_halves(self, partner: int) -> Tensor:
-        """Send the half that the partner keeps. Return the partner's values of the half that this node keeps."""
+        """Send one half to the partner, and return the partner's values of the half that this node keeps."""
         flat = self._flat
         begin = self._begin
         kept, sent = _halves(begin, self._end, is_lower=self._rank < partner)
@@ -140,7 +143,7 @@ class _Combination:
     def _inner_products(
         self, level: int, partner: int, received: Tensor, segments: Tensor | None
     ) -> Tensor:
-        """Return |a|^2, |b|^2 and a.b of each tensor, for the two halves of the tree that the level combines."""
+        """Return |a|^2, |b|^2 and a.b of each tensor, summed over the nodes that a tree level combines."""
         # Every set of nodes that combines its tensors has a row. One sum over all nodes is enough for all sets, because
         # 0 + x is exact.
         num_sets = self._num_ranks >> (level + 1)
@@ -167,7 +170,7 @@ def _write_products_(
     segments: Tensor | None,
     parts: Iterable[tuple[int, slice]],
 ) -> None:
-    """Write the inner products of the lower and the upper node's values, for each tensor."""
+    """Write |a|^2, |b|^2 and a.b of each tensor into `products`, where a and b belong to the two nodes."""
     if segments is not None:
         products.copy_(inner_products_of_segments(lower, upper, segments)[:-1])
         return
@@ -178,7 +181,7 @@ def _write_products_(
 def _combine_parts_(
     values: Tensor, received: Tensor, factors: Tensor, parts: Iterable[tuple[int, slice]]
 ) -> None:
-    """Combine two nodes' values of each tensor, and write the result into `values`."""
+    """Combine two nodes' values of each tensor with the Adasum factors, and write them into `values`."""
     for index, part in parts:
         values[part].mul_(factors[index, 0])
         values[part].addcmul_(received[part].to(values.dtype), factors[index, 1])
@@ -195,7 +198,9 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:
-    """Return the `inner_products` of each segment. The number of kernels does not depend on the number of segments.
+    """Return |a|^2, |b|^2 and a.b of each segment of two flat tensors, in float64.
+
+    The number of kernels does not depend on the number of segments.
 
     Args:
         a: Flat tensor of one node.
@@ -216,7 +221,9 @@ def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor
 
 
 def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segments: Tensor) -> None:
-    """Combine the segments of two tensors, and write the result into `values`. The last segment is summed.
+    """Combine two tensors segment by segment with Adasum factors, and write the result into `values`.
+
+    The last segment is summed without factors.
 
     Args:
         values: Flat tensor of this node.
@@ -234,7 +241,7 @@ def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segment
 
 
 def _segments(bounds: Sequence[int], begin: int, end: int, device: torch.device) -> Tensor:
-    """Return how many elements of each tensor are between `begin` and `end`, and how many follow the last tensor."""
+    """Return the number of elements of each tensor, and of the tail after them, between two positions."""
     ends = [min(max(bound, begin), end) for bound in (*bounds, end)]
     lengths = torch.tensor([high - low for low, high in pairwise(ends)])
     if device.type == "cuda":
@@ -248,7 +255,9 @@ def _takes_segments(flat: Tensor) -> bool:
 
 
 def adasum_factors(products: Tensor) -> Tensor:
-    """Return the factors of a and of b (shape `[..., 2]`) from |a|^2, |b|^2 and a.b (shape `[..., 3]`).
+    """Return the Adasum factors of a and b, given the inner products |a|^2, |b|^2 and a.b.
+
+    The shape of `products` is `[..., 3]`, and the shape of the result is `[..., 2]`.
 
     >>> adasum_factors(torch.tensor([[4.0, 1.0, 0.0], [4.0, 4.0, 4.0], [4.0, 0.0, 0.0]]))    # orthogonal, equal, b = 0
     tensor([[1.0000, 1.0000],
@@ -261,7 +270,7 @@ def adasum_factors(products: Tensor) -> Tensor:
 
 
 def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
-    """Return the half that this node of a pair keeps, and the half that it sends."""
+    """Return the slice of a range that this node keeps, and the slice that it sends to its partner."""
     middle = min(end, begin + -(-(end - begin) // (2 * ALIGNMENT)) * ALIGNMENT)
     lower = slice(begin, middle)
     upper = slice(middle, end)
@@ -271,7 +280,7 @@ def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
 
 
 def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield the index of each tensor with elements between `begin` and `end`, and their positions from `begin` on."""
+    """Yield the index of each tensor that overlaps a range, and its slice relative to the range's start."""
     for index, (first, last) in enumerate(pairwise(bounds)):
         low = max(first, begin)
         high = min(last, end)
@@ -280,7 +289,10 @@ def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, s
 
 
 def _swap(sent: Tensor, received: Tensor, partner: int, group: dist.ProcessGroup) -> None:
-    """Send a tensor to a rank of the group, and receive one from it. Halves of small tensors may be empty."""
+    """Send a tensor to the partner rank and receive a tensor from it at the same time.
+
+    Either tensor may be empty, because halves of small tensors are.
+    """
     operations = []
     if sent.numel():
         operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=partner))
@@ -292,7 +304,7 @@ def _swap(sent: Tensor, received: Tensor, partner: int, group: dist.ProcessGroup
 
 
 def check_adasum_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes: object) -> None:
-    """Check that Adasum can combine a bucket.
+    """Raise if the plan of a bucket or the topology does not fit Adasum.
 
     Raises:
         ValueError: The plan does not sum over the leaders of nodes, splits the bucket into chunks, or uses another
@@ -313,7 +325,9 @@ def check_adasum_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nod
 
 
 def refuse_odd_nodes(topology: Topology) -> None:
-    """Check that the nodes fit Adasum's binary tree. It needs no process group.
+    """Raise if the nodes cannot form Adasum's balanced binary tree.
+
+    The check needs no process group.
 
     Raises:
         ValueError: The number of nodes is not a power of two, or nodes hold different numbers of ranks. The averages of

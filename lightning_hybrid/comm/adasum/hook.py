@@ -1,4 +1,4 @@
-"""DDP communication hook for `Adasum`, which averages gradients inside a node and combines nodes by Adasum.
+"""DDP communication hook that averages gradients inside nodes and combines nodes by Adasum.
 
     buffer  --/ before-->  wire  --sum in the node, Adasum of the nodes-->  wire  --/ after-->  buffer
 
@@ -28,9 +28,11 @@ from lightning_hybrid.comm.hook import (
 
 
 def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Combine a bucket over all ranks in the background, as a hook for `register_comm_hook(state, adasum_bucket)`.
+    """Start to combine a gradient bucket over all ranks with Adasum, and return a future of the bucket.
 
         bucket = Adasum over nodes (mean over the ranks of a node (bucket)), for each parameter separately
+
+    This is a DDP communication hook, to be registered by `register_comm_hook(state, adasum_bucket)`.
 
     Collective: every rank must call it, in the same order of buckets, as DistributedDataParallel does. The future holds
     `bucket.buffer()`, which is changed in place. Afterwards it is bitwise equal on all ranks. A complex element counts

@@ -1,4 +1,4 @@
-"""Message format of sums between nodes: blocks of 256 elements, each with one scale.
+"""Message format of the int8 and int4 codecs, in which each block of 256 elements has one scale.
 
     message    | scales: uint16 per block | codes: 256 bytes per block (8 bits) or 128 (4 bits) |
     scale      the upper half of a float32 (bfloat16): max |y| / MOST, rounded up; nan if an element is inf or nan
@@ -56,7 +56,7 @@ LEAST_MAXIMUM_BITS = 31 << 23
 
 
 def num_blocks_of(numel: int) -> int:
-    """Return the number of blocks of `numel` elements.
+    """Return the number of blocks that `numel` elements occupy.
 
     >>> num_blocks_of(0), num_blocks_of(256), num_blocks_of(257)
     (0, 1, 2)
@@ -65,7 +65,7 @@ def num_blocks_of(numel: int) -> int:
 
 
 def most_code(bits: int) -> int:
-    """Return the largest code of a number format, called MOST in the module's docstring.
+    """Return the largest integer code of a format (MOST in the module docstring).
 
     >>> most_code(8), most_code(4)
     (127, 7)
@@ -74,7 +74,7 @@ def most_code(bits: int) -> int:
 
 
 def reciprocal_of(most: int) -> float:
-    """Return 1 / MOST rounded to float32, by which a block's maximum is multiplied to get its scale.
+    """Return 1 / MOST rounded to float32, the factor from a block's maximum to its scale.
 
     >>> reciprocal_of(7) == 1 / 7, abs(reciprocal_of(7) * 7 - 1) < 2**-24
     (False, True)
@@ -83,7 +83,9 @@ def reciprocal_of(most: int) -> float:
 
 
 def message_bytes(numel: int, bits: int) -> int:
-    """Return the number of bytes of a message of `numel` elements. The last block is padded.
+    """Return the size in bytes of a message of `numel` elements.
+
+    The last block is padded.
 
     >>> message_bytes(1024, 8), message_bytes(1024, 4), message_bytes(1, 8)
     (1032, 520, 258)

@@ -1,4 +1,4 @@
-"""Codec of sums between nodes: its options, and the coder that encodes and adds messages on a device."""
+"""Options of the int8 and int4 codecs, and the coder that encodes and adds messages on a device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _ignore(*_: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """Number format of an element between nodes, which is 8 bits, or 4 bits after a rotation (see `block_format`).
+    """Options of the int8 or int4 codec for reductions between nodes (format in `block_format`).
 
     Args:
-        bits: Number of bits per element.
+        bits: Number of bits per element. With 4 bits, each block is rotated before it is rounded.
         seed: Seed of the rounding noise and of the rotation's signs. It must be equal on all ranks.
-        error_feedback: Whether the sums of a node are rounded to the nearest code, and the rounding errors are added to
-            its next sums. False: stochastic rounding.
+        error_feedback: Whether the sum of a node is rounded to the nearest code, and the rounding error is added to the
+            next sum. False: stochastic rounding.
 
     >>> str(Codec(bits=4, seed=1)), Codec(bits=4).message_bytes(2**20) / 2**20
     ('int4 (seed 1)', 0.5078125)
@@ -46,18 +46,21 @@ class Codec:
         return f"int{self.bits}{suffix} (seed {self.seed})"
 
     def signs(self, device: torch.device) -> Tensor | None:
-        """Return the signs of the rotation divided by 16, float32, or None if blocks are not rotated."""
+        """Return the random signs of the rotation divided by 16, or None if blocks are not rotated."""
         if self.bits == 8:
             return None
         return random_signs(BLOCK, self.seed).to(device) / 16
 
     def message_bytes(self, numel: int) -> int:
-        """Return the number of bytes of a message of `numel` elements."""
+        """Return the size in bytes of a message of `numel` elements."""
         return block_format.message_bytes(numel, self.bits)
 
 
 class Passes(Protocol):
-    """Interface of an implementation of the codec. All implementations are bitwise equal to `TorchPasses`."""
+    """Interface of the codec's C++, Triton and torch implementations.
+
+    All implementations are bitwise equal to `TorchPasses`.
+    """
 
     def encode(
         self,
@@ -67,14 +70,14 @@ class Passes(Protocol):
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Write `flat` into `message`."""
+        """Encode the tensor `flat` into `message`."""
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of messages into `to`."""
+        """Decode messages and write their sum into `to`."""
 
 
 class Coder:
-    """Codec on one device, with the training step on which its noise depends.
+    """Encoder and decoder on one device, with the training step that seeds its rounding noise.
 
     Several threads may call its methods at the same time.
 
@@ -86,7 +89,7 @@ class Coder:
 
     Attributes:
         step: Training step. The caller sets it, so that a resumed run draws the same noise as an uninterrupted one.
-        turn: Number of sums of all gradients that this step has had so far.
+        turn: Number of reductions of all gradients that this step has had so far.
     """
 
     def __init__(
@@ -103,13 +106,13 @@ class Coder:
         self._measures = device.type == "cpu"  # On CUDA the host would have to wait for the result.
 
     def begin_step(self, step: int) -> None:
-        """Set the training step. If it changes, the count of sums restarts at zero."""
+        """Set the training step, and reset the count of reductions if the step has changed."""
         if step != self.step:
             self.step = step
             self.turn = 0
 
     def encode(self, flat: Tensor, ids: Tensor, key: NoiseKey | None, message: Tensor) -> None:
-        """Encode `flat` into `message`.
+        """Encode a float32 tensor into `message`, with stochastic rounding or to the nearest code.
 
         Args:
             flat: Elements to encode, 1-D, float32.
@@ -134,18 +137,21 @@ class Coder:
             self._count_rounding(error, power)
 
     def encode_nearest(self, flat: Tensor, ids: Tensor, message: Tensor) -> None:
-        """Encode `flat` (1-D, float32) into `message` (uint8), with each element rounded to the nearest code."""
+        """Encode a float32 tensor into `message`, rounding each element to the nearest code."""
         self.encode(flat, ids, None, message)
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Decode messages, one in each row, and write their sum into `to` (1-D, float32).
+        """Decode the message in each row of a matrix, and write the sum of all messages into `to`.
 
-        They are added in order, in float32.
+        The messages are added in order, in float32.
         """
         self._passes.add(messages, to)
 
     def decode(self, rows: Tensor, to: Tensor) -> None:
-        """Decode the message in each row, as `Blocks.encode` wrote it, into its range of `to` (1-D, float32)."""
+        """Decode the message in each row of a matrix into consecutive ranges of `to`.
+
+        `to` is 1-D and float32. The rows have the layout that `Blocks.encode` writes.
+        """
         if hasattr(self._passes, "decode"):  # One kernel decodes all rows.
             self._passes.decode(rows, to)
             return
@@ -153,7 +159,10 @@ class Coder:
             self._passes.add(row[None], elements)
 
     def _split_rows(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the first block, the elements and the message of each row. The last row may hold fewer elements."""
+        """Yield the index of the first block, the elements and the message of each row.
+
+        The last row may hold fewer elements.
+        """
         row_blocks = rows.shape[-1] // self.codec.message_bytes(BLOCK)
         row_numel = row_blocks * BLOCK
         for begin, row in zip(range(0, flat.numel(), row_numel), rows, strict=False):

@@ -1,4 +1,4 @@
-"""Communication plans for codecs between nodes and for sharded updates. Both need sums within nodes."""
+"""Communication plans for compressed reductions between nodes and for sharded updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_hybrid.comm.plan import CommPlan, NodeShape
 
 
 def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: bool) -> CommPlan:
-    """Return a plan, based on `plan`, in which a codec rounds the sum of a node and not the gradient of each rank.
+    """Return a plan in which gradients are summed within each node before a codec compresses them.
 
     Raises:
         ValueError: The plan sets an algorithm that would round the gradient of each rank.
@@ -41,10 +41,10 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
 
 
 def plan_for_owners(plan: CommPlan, *, is_flat: bool) -> CommPlan:
-    """Return a plan, based on `plan`, that can skip the gather of gradients when the update is sharded over ranks.
+    """Return a plan that can skip the all-gather of gradients when the optimizer update is sharded.
 
-    If `auto` means `flat`, all ranks average all gradients, and the gather of weights would be added to that. So such a
-    plan becomes `two_level`.
+    If `auto` means `flat`, all ranks average all gradients, and the all-gather of weights would be an additional cost.
+    So such a plan becomes `two_level`.
 
     Args:
         plan: Communication plan.
@@ -59,7 +59,7 @@ def plan_for_owners(plan: CommPlan, *, is_flat: bool) -> CommPlan:
 
 
 def adds_up_in_nodes(plan: CommPlan, topology: NodeShape) -> bool:
-    """Return whether, for every bucket, nodes exchange sums over their ranks.
+    """Return whether the plan sums every bucket within each node before nodes communicate.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> two_by_two = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)

@@ -1,4 +1,7 @@
-"""C++ implementation of the codec for CPU tensors. It reads a tensor once, and releases Python's interpreter lock."""
+"""C++ implementation of the int8 and int4 codecs for CPU tensors.
+
+It reads a tensor once, and releases Python's interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def _library() -> ctypes.CDLL:
 
 
 class CppPasses:
-    """Codec passes in C++, bitwise equal to `TorchPasses`. They run in the calling thread only.
+    """C++ implementation of the codec, bitwise equal to `TorchPasses`.
+
+    It runs in the calling thread only.
 
     Args:
         bits: Number of bits per element.
@@ -52,7 +57,10 @@ class CppPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Encode `flat` into `message`. The arguments are those of `TorchPasses.encode`."""
+        """Encode a float32 tensor into `message`.
+
+        The arguments are those of `TorchPasses.encode`.
+        """
         key_words = None
         if key is not None:
             key_words = (ctypes.c_uint32 * 4)(*key)
@@ -69,7 +77,7 @@ class CppPasses:
         )
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of `messages` into `to`, as `TorchPasses.add` does."""
+        """Decode messages and write their sum into `to`, as `TorchPasses.add` does."""
         self._library.add_messages(
             messages.data_ptr(),
             len(messages),

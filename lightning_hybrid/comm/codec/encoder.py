@@ -1,4 +1,4 @@
-"""Encoding of a tensor between nodes, with stochastic rounding or with error feedback."""
+"""Encoding of tensors for reductions between nodes, with stochastic rounding or error feedback."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MASK = 2**32 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Blocks of a tensor that is sent between nodes, with the training step in which it was submitted.
+    """Block numbers and rounding options of a tensor that is encoded for a reduction between nodes.
 
     Args:
         coder: Codec on the tensor's device.
         ids: Number of each block, int32.
         step: Training step.
-        turn: Index of the sum of all gradients in the step.
+        turn: Index of the reduction of all gradients in the step.
         feedback: Residuals to add before a node's sum is rounded. None: no error feedback.
     """
 
@@ -40,7 +40,7 @@ class Blocks:
         ids: Tensor | None = None,
         feedback: BucketFeedback | None = None,
     ) -> Blocks:
-        """Create the blocks of a tensor that is submitted now.
+        """Create the blocks of a tensor that is submitted in the coder's current step.
 
         Args:
             coder: Codec on the tensor's device.
@@ -53,13 +53,13 @@ class Blocks:
         return cls(coder=coder, ids=ids, step=coder.step, turn=coder.turn, feedback=feedback)
 
     def since(self, begin: int) -> Blocks:
-        """Return the blocks from element `begin` to the end. `begin` must be a multiple of 256."""
+        """Return the blocks from element `begin`, a multiple of 256, to the end."""
         if begin == 0:
             return self
         return replace(self, ids=self.ids[begin // BLOCK :])
 
     def encode(self, flat: Tensor, message: Tensor, *, sender: int) -> None:
-        """Encode `flat` into `message`.
+        """Encode a float32 tensor into `message`, with error feedback if it is enabled.
 
         Args:
             flat: Elements to encode, 1-D, float32. They begin with the first of these blocks.

@@ -1,4 +1,4 @@
-"""Error feedback, which adds the rounding errors of a node's sum to its next sum.
+"""Error feedback, which adds a codec's rounding errors to the next step's gradients.
 
     e = g + r           g: sum of a node's gradients, r: residual of the node, initially zero; float32
     send Q(e)           with each element rounded to the nearest code
@@ -30,9 +30,9 @@ from lightning_hybrid.comm.codec.residual import FeedbackStep, Residual, Residua
 
 
 class BucketFeedback:
-    """Residuals of one bucket, one for each range that this rank encodes.
+    """Error-feedback residuals of one bucket, with one residual for each range that this rank encodes.
 
-    They are used as long as the layout of the bucket and `cut` do not change.
+    The residuals are used as long as the layout of the bucket and `cut` do not change.
 
     Args:
         padded: Bucket with padded gradients.
@@ -57,7 +57,7 @@ class BucketFeedback:
         self._options = options
 
     def encode(self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder) -> None:
-        """Encode a range of the bucket plus its residual into `message`.
+        """Add the residual to a range of the bucket, and encode the sum into `message`.
 
         Args:
             flat: Elements to encode, 1-D, float32.
@@ -89,7 +89,7 @@ class BucketFeedback:
 
 
 class ErrorFeedback:
-    """Residuals of all blocks that this rank encodes, over all steps of a fit.
+    """Error-feedback residuals of all blocks that this rank encodes, over all steps of a training run.
 
     Collective if `add_up_` is given: every rank of the node must call `bucket` and `load`, in the same order.
 
@@ -101,7 +101,7 @@ class ErrorFeedback:
 
     Attributes:
         may_skip: Whether the optimizer may skip steps, so that residuals take twice the memory. It must be set before
-            the first sum.
+            the first reduction.
     """
 
     def __init__(
@@ -124,24 +124,27 @@ class ErrorFeedback:
         self._num_sums = 0
 
     def begin_step(self, loss_scale: Tensor | None) -> None:
-        """Set the loss scale of the next sum's gradients, a 0-dim tensor. None: they are not scaled."""
+        """Set the loss scale of the gradients in the next reduction, or None if they are not scaled.
+
+        The loss scale is a 0-dim tensor.
+        """
         self._step = FeedbackStep(loss_scale=loss_scale)
 
     def end_step(self, is_skipped: Tensor) -> None:
-        """Record whether the optimizer has skipped the step of the last sum, as a 0-dim bool tensor."""
+        """Record whether the optimizer has skipped the last step, given as a 0-dim bool tensor."""
         self._step.is_skipped = is_skipped
 
     def bucket(
         self, index: int, padded: PaddedBucket, *, cut: tuple[Any, ...], divisor: int, is_last: bool
     ) -> BucketFeedback:
-        """Return the residuals of a bucket that is being submitted.
+        """Return the residuals of a bucket for its next reduction.
 
         Args:
             index: Index of the bucket.
             padded: Bucket with padded gradients.
             cut: Values that determine which rank encodes which range. They are equal on all ranks of the node.
-            divisor: Number by which gradients were divided before the sum.
-            is_last: Whether this is the last bucket of the sum.
+            divisor: Number by which gradients were divided before the reduction.
+            is_last: Whether this is the last bucket of the step's gradients.
         """
         feedback = self._buckets.get(index)
         if feedback is not None and feedback.padded is padded and feedback.cut == cut:
@@ -167,7 +170,10 @@ class ErrorFeedback:
     def _residual_of_node(
         self, numbers: Tensor, device: torch.device, divisor: int
     ) -> Tensor | None:
-        """Return the node's residual in blocks, in the units of this step, or None if there is no residual yet."""
+        """Return the node's residual of the given blocks in the units of this step, or None if there is none.
+
+        Collective within a node of several ranks, unless the residual comes from `load` or there is none.
+        """
         if self._loaded is not None:
             rows = self._loaded.view(-1, BLOCK)[numbers].to(device)
             loss_scale = self._step.loss_scale
@@ -200,7 +206,7 @@ class ErrorFeedback:
     # ---- between runs ----------------------------------------------------------------------------------------------
 
     def share(self, begin: int, end: int, device: torch.device) -> Tensor:
-        """Return this rank's residuals of a range of 256-element blocks, with zeros for blocks of other ranks.
+        """Return this rank's residuals of a range of blocks, with zeros for blocks of other ranks.
 
         The sum over the ranks of the node is the residual of the node. The method may only be called between two steps.
 
@@ -227,7 +233,7 @@ class ErrorFeedback:
         return values.view(-1)
 
     def load(self, values: Tensor | None) -> None:
-        """Set the residual of the node.
+        """Replace all residuals by a node residual, such as that of a checkpoint.
 
         Args:
             values: Residual of all blocks with 256 elements each, float32, in the units of `share`. None: zeros.
@@ -240,7 +246,7 @@ class ErrorFeedback:
             self._loaded = values.cpu()
 
     def release_device(self) -> None:
-        """Move this rank's residuals to the CPU at the end of a fit, so that `share` can still be called."""
+        """Move this rank's residuals to the CPU when training ends, so that `share` can still be called."""
         self._loaded = self.share(0, self._num_blocks, self._device).cpu()
         self._is_leader = True
         self._buckets = {}

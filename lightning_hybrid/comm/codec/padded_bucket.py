@@ -1,4 +1,4 @@
-"""Buckets in which every gradient begins with a new block, so that blocks do not depend on the layout of buckets."""
+"""Padded buckets, in which every gradient begins a new block of the codec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 
 
 class PaddedBucket:
-    """Buffer of a bucket in which each gradient is padded with zeros to a multiple of 256 elements.
+    """Bucket buffer in which each gradient is padded with zeros to a multiple of 256 elements.
 
     The buffer is reused in each step. DistributedDataParallel uses other buckets in its first step than later, also in
     a resumed run, and plans split them differently. Scales and noise belong to a block. With padding, they depend only
@@ -60,7 +60,10 @@ class PaddedBucket:
             self._padding.append(row[numel:])
 
     def load(self, buffer: Tensor, *, before: int) -> Tensor:
-        """Return `buffer / before`, padded, in the dtype of the sum. `buffer` may be changed."""
+        """Copy the bucket, divided by `before`, into the padded buffer and return the padded buffer.
+
+        `buffer` may be changed.
+        """
         # The division uses the wider of the two dtypes.
         is_wire_wider = self._wire.element_size() > buffer.element_size()
         if before > 1 and not is_wire_wider:
@@ -73,7 +76,10 @@ class PaddedBucket:
         return self._wire
 
     def store(self, _: Tensor, *, buffer: Tensor, after: float) -> Tensor:
-        """Write the sum divided by `after` into `buffer`, rounded once."""
+        """Divide the reduced gradients by `after`, and copy them without padding into `buffer`.
+
+        The result is rounded once.
+        """
         # The division uses the wider of the two dtypes.
         is_wire_wider = self._wire.element_size() > buffer.element_size()
         if after != 1 and is_wire_wider:
@@ -85,7 +91,7 @@ class PaddedBucket:
 
 
 class BlockNumbers:
-    """Numbering of the blocks of all gradients.
+    """Consecutive block numbers for the gradients of all parameters.
 
     Blocks are numbered in the order of `parameters`. Blocks of other parameters follow in the order of first use.
 
@@ -103,11 +109,14 @@ class BlockNumbers:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of all numbered parameters."""
+        """Total number of blocks of all parameters that have been numbered."""
         return self._num_blocks
 
     def first_of(self, parameter: Tensor) -> int:
-        """Return the number of a parameter's first block, and number the parameter's blocks at the first call."""
+        """Return the number of a parameter's first block.
+
+        The first call for a parameter assigns numbers to its blocks.
+        """
         if id(parameter) not in self._first:
             self._first[id(parameter)] = self._num_blocks
             self._num_blocks += num_blocks_of(num_reals(parameter))
@@ -115,7 +124,7 @@ class BlockNumbers:
 
 
 def num_reals(parameter: Tensor) -> int:
-    """Return the number of elements of a gradient in its bucket, where a complex element is a pair of reals.
+    """Return the number of real elements of a parameter, with two for each complex element.
 
     >>> num_reals(torch.zeros(2, 3)), num_reals(torch.zeros(3, dtype=torch.complex64))
     (6, 6)

@@ -1,8 +1,8 @@
-// The passes of the codec between nodes on the CPU: encode a tensor, and add up messages. See `block_format.py`.
+// CPU implementation of the int8 and int4 codecs, which encodes tensors and adds messages. See `block_format.py`.
 //
-// The bits are those of `torch_passes.py`, with any compiler: what is rounded is one multiplication, one division or one
-// addition at a time, and a product that is added to something is exact, so that a fused multiply-add changes nothing.
-// inf and nan are seen as bits: a block that has one gets the scale nan.
+// Results are bitwise equal to those of `torch_passes.py` with any compiler. Every rounded result comes from a single
+// multiplication, division or addition. A product that is added to another number is exact, so a fused multiply-add
+// changes nothing. inf and nan are detected by their bits, and a block that contains inf or nan gets the scale nan.
 
 #include <cstdint>
 #include <cstring>
@@ -11,9 +11,9 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256, LANES = BLOCK / 4;  // a counter of Philox gives four words
+constexpr int64_t BLOCK = 256, LANES = BLOCK / 4;  // one Philox counter yields four words
 constexpr int32_t ONE = 1 << 23;                   // one step of a code, in fixed point
-constexpr uint32_t INFINITE = 0x7f800000u, LEAST = 31u << 23;  // bits of inf, and of 2^-96: smaller blocks count as 0
+constexpr uint32_t INFINITE = 0x7f800000u, LEAST = 31u << 23;  // bits of inf and 2^-96; smaller maxima count as 0
 constexpr uint16_t NAN_SCALE = 0x7fc0;
 
 // Philox-4x32-10: words[w][j] of the counter (j, block, sender, round).
@@ -37,7 +37,7 @@ void philox(uint32_t block, uint32_t sender, uint32_t round, uint32_t key0, uint
   }
 }
 
-// The Walsh-Hadamard transform, in place, unscaled: 8 stages of sums and differences.
+// Unscaled Walsh-Hadamard transform in place, in 8 stages of sums and differences.
 template <int64_t HALF>
 inline void butterflies(float* y) {
   for (int64_t at = 0; at < BLOCK; at += 2 * HALF)
@@ -76,7 +76,7 @@ void encode_block(const float* __restrict y, const uint32_t* __restrict words, u
     std::memset(to, 0, CODE_BYTES<BITS>);
     return;
   }
-  // Rounded up to bfloat16, so that no code is above the largest.
+  // The scale is rounded up to bfloat16, so that no code exceeds the largest one.
   *scale = uint16_t((as_bits(as_float(most) * (1.0f / MOST)) + 0xffffu) >> 16);
   const float step = as_float(uint32_t(*scale) << 16), steps = float(ONE) / step;
   alignas(64) int32_t fixed[BLOCK];
@@ -165,14 +165,15 @@ void add_all(const uint8_t* messages, int64_t num_messages, int64_t stride, int6
 
 extern "C" {
 
-// `key`: seed, step, sender, round; null: to the nearest code. `noise`: sums of squares, of errors and of values.
+// `key` holds seed, step, sender and round, or is null to round to the nearest code. The sum of squared errors and the
+// sum of squared values are added to `noise`.
 void encode(const float* from, int64_t numel, int64_t bits, const int32_t* ids, const float* signs, const uint32_t* key,
             int64_t sample_every, uint8_t* message, double* noise) {
   bits == 8 ? encode_all<8>(from, numel, ids, signs, key, sample_every, message, noise)
             : encode_all<4>(from, numel, ids, signs, key, sample_every, message, noise);
 }
 
-// Messages begin `stride` bytes after each other.
+// Each message begins `stride` bytes after the previous one.
 void add_messages(const uint8_t* messages, int64_t num_messages, int64_t stride, int64_t numel, int64_t bits,
                   const float* signs, float* to) {
   bits == 8 ? add_all<8>(messages, num_messages, stride, numel, signs, to)

@@ -1,4 +1,4 @@
-"""Counter-based random number generator Philox-4x32-10, computed with torch's integers."""
+"""Counter-based random number generator Philox-4x32-10, implemented with torch's integer operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_ROUNDS = 10
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Return four random words for each counter of four words.
+    """Return four 32-bit random words for each Philox counter of four words.
 
     The words are int64 in [0, 2^32), and have the shape to which the words of the counter broadcast. cuRAND, torch and
     Triton use the same generator.
@@ -39,7 +39,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def random_signs(numel: int, seed: int) -> Tensor:
-    """Return `numel` random signs, -1.0 or 1.0, float32, which depend on `seed` only."""
+    """Return `numel` random signs (-1.0 or 1.0, float32) that depend only on `seed`."""
     num_counters = -(-numel // 4)
     counter = torch.arange(num_counters)
     zero = torch.zeros((), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Residuals of error feedback, which are the rounding errors of a node's sums and are added to its next sums."""
+"""Error-feedback residuals, which carry a codec's rounding errors over to the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAN_SCALE = 0x7FC0
 
 @dataclass(eq=False)
 class FeedbackStep:
-    """Properties of a training step that residuals depend on.
+    """Loss scale of a training step, and whether the optimizer skipped the step.
 
     Args:
         loss_scale: Loss scale of the step's gradients, a power of two, 0-dim. None: 1.
@@ -29,10 +29,10 @@ class FeedbackStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualOptions:
-    """Options that all residuals of a bucket share.
+    """Options that are common to all error-feedback residuals of a bucket.
 
     Args:
-        divisor: Number by which gradients were divided before the sum.
+        divisor: Number by which gradients were divided before the reduction.
         may_skip: Whether the optimizer may skip steps.
         on_cuda: Whether the host runs ahead of the device, and must not wait for it.
     """
@@ -43,10 +43,10 @@ class ResidualOptions:
 
 
 class Residual:
-    """Residual of blocks that this rank encodes, float32, in the units of the gradients of `step`.
+    """Error-feedback residual (float32) of a range of blocks that this rank encodes.
 
-    If steps may be skipped, the values before and after the last step are kept until it is known whether the step was
-    skipped.
+    Its values have the units of the gradients of `step`. If steps may be skipped, the values before and after the last
+    step are kept until it is known whether the step was skipped.
 
     Args:
         numbers: Numbers of the blocks, int64, on the CPU.
@@ -76,7 +76,7 @@ class Residual:
     def encode(
         self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder, step: FeedbackStep
     ) -> None:
-        """Encode `flat` plus the residual into `message`, and keep the rounding error as the new residual."""
+        """Encode gradients plus the residual into `message`, and store the rounding error as the new residual."""
         values = self.rescaled_(step)[: flat.numel()]
         if self._options.may_skip:
             if self._values_after is None:
@@ -99,7 +99,10 @@ class Residual:
             error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decided(self) -> Tensor:
-        """Return the values after the last step, or before it if the step was skipped or its outcome is unknown."""
+        """Return the residual after the last step, or before it if the step was skipped.
+
+        A step whose outcome is not known yet counts as skipped.
+        """
         is_skipped = self._step.is_skipped
         if self._is_undecided and is_skipped is not None:
             assert self._values_after is not None
@@ -112,7 +115,7 @@ class Residual:
         return self._values
 
     def rescaled_(self, step: FeedbackStep) -> Tensor:
-        """Convert the values, in place, to the units of a later step's gradients, and return them."""
+        """Rescale the residual in place to the loss scale of a later step, and return it."""
         values = self.decided()
         earlier_scale = self._step.loss_scale
         later_scale = step.loss_scale
@@ -129,7 +132,7 @@ class Residual:
         return values
 
     def unscaled(self) -> Tensor:
-        """Return the values in the units of gradients without loss scale and divisor."""
+        """Return the residual in the units of gradients without loss scale and divisor."""
         # Both are powers of two, so the result is exact.
         values = self.decided()
         loss_scale = self._step.loss_scale
@@ -138,7 +141,7 @@ class Residual:
         return values * (self._options.divisor / loss_scale)
 
     def take(self, rows: Tensor, step: FeedbackStep) -> Tensor:
-        """Remove blocks and return their residuals, in the units of `step`.
+        """Remove blocks from this residual, and return their values in the units of `step`.
 
         Args:
             rows: Positions of the blocks in this residual, int64.

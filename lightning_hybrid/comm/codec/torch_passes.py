@@ -1,4 +1,4 @@
-"""Implementation of the codec in torch operations, for all devices and for machines without a compiler."""
+"""Implementation of the int8 and int4 codecs in torch operations, which needs no compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _SLAB = 1 << 10
 
 
 class TorchPasses:
-    """Codec passes in torch operations, which encode float32 tensors and add messages (see `block_format`).
+    """Reference implementation of the codec in torch operations, for all devices.
+
+    `block_format` describes the message format.
 
     Args:
         bits: Number of bits per element, 8 or 4.
@@ -44,12 +46,12 @@ class TorchPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Encode `flat` into `message`.
+        """Encode a float32 tensor into `message`.
 
         Args:
             flat: Elements to encode, 1-D, float32.
             ids: Number of each block, int32.
-            key: Seed, step, sender, and index of the sum in the step. None: round to the nearest code.
+            key: Seed, step, sender, and index of the reduction in the step. None: round to the nearest code.
             message: Encoded blocks, 1-D, uint8.
             noise: Tensor, float64 [2], to which the sum of squared errors and the sum of squared values are added.
                 None: they are not computed.
@@ -77,9 +79,9 @@ class TorchPasses:
                 noise += torch.stack([squared_error, squared_value])
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Decode messages (uint8, one in each row), and write their sum into `to`.
+        """Decode the message in each row of a uint8 matrix, and write the sum of all messages into `to`.
 
-        They are added in order, in float32.
+        The messages are added in order, in float32.
         """
         num_blocks = num_blocks_of(to.numel())
         for first in range(0, num_blocks, _SLAB):
@@ -100,14 +102,17 @@ class TorchPasses:
             target.copy_(total.flatten()[: target.numel()])
 
     def _split(self, message: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Return two views of a message: its scales, int16 [blocks], and its codes, uint8 [blocks, bytes]."""
+        """Return views of a message's scales (int16 [blocks]) and codes (uint8 [blocks, bytes])."""
         scale_bytes = SCALE_BYTES * num_blocks
         scales = message[:scale_bytes].view(torch.int16)
         codes = message[scale_bytes:].view(num_blocks, BLOCK * self._bits // 8)
         return scales, codes
 
     def _scales_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bits of each block's scale, and whether the block is finite, both [blocks, 1]."""
+        """Return the bfloat16 bits of each block's scale, and a mask of the finite blocks.
+
+        Both have the shape [blocks, 1].
+        """
         # Magnitudes are compared by their bits. inf and nan have the largest ones.
         maximum_bits = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
         is_finite = maximum_bits < INFINITE_BITS
@@ -119,14 +124,17 @@ class TorchPasses:
         return upper, is_finite
 
     def _fixed_point(self, y: Tensor, scale: Tensor) -> Tensor:
-        """Return y / scale in fixed point, int32, clamped to the range of the codes."""
+        """Return y / scale as int32 fixed-point numbers, clamped to the range of the codes."""
         is_coded = scale > 0
         steps = (float(_ONE) / scale).where(is_coded, 0.0)
         limit = most_code(self._bits) * _ONE
         return (y.where(is_coded, 0.0) * steps).to(torch.int32).clamp_(-limit, limit)
 
     def _addends(self, ids: Tensor, key: NoiseKey | None) -> Tensor | int:
-        """Return the numbers to add before rounding down, which are uniform noise or one half, in fixed point."""
+        """Return the fixed-point offsets to add before rounding down.
+
+        They are uniform noise for stochastic rounding, or one half for rounding to the nearest code.
+        """
         if key is None:
             return _ONE // 2
         seed, step, sender, turn = key
@@ -140,7 +148,7 @@ class TorchPasses:
 
 
 def hadamard(y: Tensor) -> Tensor:
-    """Return the Walsh-Hadamard transform H y of each row of 256 elements.
+    """Return the Walsh-Hadamard transform of each row of 256 elements.
 
     It is computed in 8 stages of sums and differences, beginning with neighbours.
 
@@ -157,7 +165,7 @@ def hadamard(y: Tensor) -> Tensor:
 
 
 def _as_float(upper: Tensor) -> Tensor:
-    """Return the float32 numbers whose upper 16 bits are `upper`, int32, and whose lower bits are zero."""
+    """Convert bfloat16 bit patterns, stored as int32, to float32."""
     return (upper << 16).view(torch.float32)
 
 

@@ -1,6 +1,7 @@
-"""Triton kernels of the codec, with one program for each block of 256 elements (see `block_format`).
+"""Triton kernels of the int8 and int4 codecs, with one program for each block of 256 elements.
 
-They have been tested in Triton's interpreter only, not yet on a GPU.
+`block_format` describes the message format. The kernels have been tested in Triton's interpreter only, not yet on a
+GPU.
 """
 
 import triton
@@ -20,7 +21,10 @@ def _butterflies(y, HALF: tl.constexpr):
 
 @triton.jit
 def _hadamard(y):
-    """Compute the Walsh-Hadamard transform H y (256) in 8 stages, beginning with neighbours."""
+    """Return the Walsh-Hadamard transform of a block of 256 elements.
+
+    It is computed in 8 stages, beginning with neighbours.
+    """
     for stage in tl.static_range(8):
         y = _butterflies(y, 1 << stage)
     return y
@@ -28,7 +32,10 @@ def _hadamard(y):
 
 @triton.jit
 def _addends(ids, block, key, sender, turn):
-    """Draw 23 random bits for each element. Word w of counter j belongs to element 64 w + j."""
+    """Return 23 random bits for each element of a block.
+
+    Word w of counter j belongs to element 64 w + j.
+    """
     lanes = tl.arange(0, _LANES)
     number = (lanes * 0 + tl.load(ids + block)).to(tl.uint32)
     sender = (lanes * 0 + sender).to(tl.uint32)
@@ -59,9 +66,10 @@ def encode_block(
     LEAST: tl.constexpr,
     IS_NEAREST: tl.constexpr,
 ):
-    """Write the scale and the codes of one block of `flat`, float32. `key` holds the seed, and from bit 32 on the step.
+    """Encode one block of a float32 tensor, and write its scale and codes into a message.
 
-    Every `row_blocks` blocks form a message. Messages begin `row_bytes` apart, and the last one may have fewer blocks.
+    `key` holds the seed in its lower 32 bits and the step in its upper 32 bits. Every `row_blocks` blocks form a
+    message. Messages begin `row_bytes` apart, and the last one may have fewer blocks.
     """
     block = tl.program_id(0)
     row = block // row_blocks
@@ -119,7 +127,10 @@ def add_block(
     to,
     MOST: tl.constexpr,
 ):
-    """Add one block of all messages in order, and write the sum into `to`, float32. Rows are as in `encode_block`."""
+    """Decode one block of every message, and write the sum over all messages into `to`.
+
+    The messages are added in order, in float32. Rows are laid out as in `encode_block`.
+    """
     block = tl.program_id(0)
     elements = tl.arange(0, _BLOCK)
     total = tl.zeros([_BLOCK], tl.float32)

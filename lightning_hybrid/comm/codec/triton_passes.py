@@ -1,4 +1,7 @@
-"""Triton implementation of the codec for CUDA tensors. Tested in Triton's interpreter only, not yet on a GPU."""
+"""Triton implementation of the int8 and int4 codecs for CUDA tensors.
+
+It has been tested in Triton's interpreter only, not yet on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ _LAUNCH: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
 
 
 class TritonPasses:
-    """Codec passes on CUDA, bitwise equal to `TorchPasses`. Each call launches one kernel, and the host never waits.
+    """Triton implementation of the codec on CUDA, bitwise equal to `TorchPasses`.
+
+    Each call launches one kernel, and the host never waits.
 
     Args:
         bits: Number of bits per element.
@@ -29,7 +34,7 @@ class TritonPasses:
         self._signs = signs
 
     def try_out(self, device: torch.device) -> None:
-        """Compile and launch both kernels on one block. If that fails, Triton's error is raised."""
+        """Compile and launch both kernels on one block, to raise Triton's error if they do not work."""
         flat = torch.zeros(BLOCK, device=device)
         ids = torch.zeros(1, dtype=torch.int32, device=device)
         messages = torch.zeros(1, self._block_bytes, dtype=torch.uint8, device=device)
@@ -44,7 +49,7 @@ class TritonPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Encode `flat` into `message`, which may be a matrix with one message in each row.
+        """Encode a float32 tensor into `message`, which may be a matrix with one message in each row.
 
         The arguments are those of `TorchPasses.encode`, but `noise` is ignored, because rounding errors are not
         measured.
@@ -82,7 +87,7 @@ class TritonPasses:
             )
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of `messages` into `to`, as `TorchPasses.add` does."""
+        """Decode messages and write their sum into `to`, as `TorchPasses.add` does."""
         num_blocks = num_blocks_of(to.numel())
         with torch.cuda.device_of(to):
             triton_kernels.add_block[(num_blocks,)](
@@ -100,7 +105,7 @@ class TritonPasses:
             )
 
     def decode(self, rows: Tensor, to: Tensor) -> None:
-        """Decode the message in each row into its range of `to`."""
+        """Decode the message in each row of a matrix into consecutive ranges of `to`."""
         num_blocks = num_blocks_of(to.numel())
         row_bytes = rows.shape[-1]
         with torch.cuda.device_of(to):
@@ -122,7 +127,7 @@ class TritonPasses:
         return row_bytes // self._block_bytes
 
     def _signs_or(self, unused: Tensor) -> Tensor:
-        """Return the signs of the rotation, or `unused` if blocks are not rotated and the kernel needs no signs."""
+        """Return the signs of the rotation, or the placeholder `unused` if blocks are not rotated."""
         if self._signs is None:
             return unused
         return self._signs

@@ -1,1 +1,1 @@
-"""Engine that passes buckets through the stages of an all-reduce, on threads on the CPU and on streams on CUDA."""
+"""Asynchronous all-reduce engine, which runs stages in threads on the CPU and on streams on CUDA."""

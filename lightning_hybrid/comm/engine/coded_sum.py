@@ -1,12 +1,12 @@
-"""All-reduce between nodes through a codec, which sends fewer bytes. The result is bitwise equal on every rank.
+"""Compressed all-reduce between nodes, whose result is bitwise equal on every rank.
 
-    two ranks       exchange          every rank sends its encoded tensor to the other, and adds both
-    more            scatter_reduce    every rank sends part r, encoded, to rank r, which adds them in fp32
-                    gather            the owner of a part encodes its sum, and sends it to all others
+    two ranks       exchange          every rank sends its encoded tensor to the other rank, and adds both
+    more            scatter_reduce    every rank sends shard r, encoded, to rank r, which adds the shards in fp32
+                    gather            the owner of a shard encodes its sum, and sends it to all other ranks
 
 Messages are added in rank order. A rank adds only decoded messages, including its own, and decodes
 the result from messages that all ranks hold. Therefore the result is bitwise equal on all ranks, and
-it does not depend on which rank owns a part. An element is rounded once with two ranks and twice
+it does not depend on which rank owns a shard. An element is rounded once with two ranks and twice
 with more. Partial sums are never rounded, as they would be in a ring.
 
 Collective: every rank of the group must call it, in the same order, with tensors of the same size
@@ -28,14 +28,14 @@ from lightning_hybrid.comm.engine.node_exchange import all_gather
 def sum_coded_(
     flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender: int, by_backend: bool
 ) -> None:
-    """Sum `flat` over the group in place, through the codec of `blocks`.
+    """All-reduce a tensor over the group in place, with messages compressed by a codec.
 
     Collective: every rank of the group must call it, in the same order.
 
     Args:
         flat: Tensor of this rank, of any floating dtype. Blocks are encoded from fp32.
         blocks: Encoder of the blocks of `flat`, with the step and bucket that its noise depends on.
-        group: Ranks to sum over.
+        group: Process group of the all-reduce.
         sender: Number that the rounding noise of this rank's messages depends on.
         by_backend: Whether to use collectives of the backend. False: our own messages.
     """
@@ -56,7 +56,7 @@ def sum_coded_(
 def _exchange_(
     values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
 ) -> None:
-    """Sum over two ranks, each of which sends its tensor to the other."""
+    """All-reduce over two ranks, each of which sends its whole encoded tensor to the other rank."""
     rank = dist.get_rank(group)
     num_bytes = blocks.coder.codec.message_bytes(values.numel())
     messages = _messages("messages", 2, num_bytes, values.device, by_backend)
@@ -68,25 +68,25 @@ def _exchange_(
 def _sum_by_parts_(
     values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
 ) -> None:
-    """Sum over three or more ranks, each of which sums one part and sends the result to all others."""
+    """All-reduce over three or more ranks by a compressed reduce-scatter and all-gather."""
     coder = blocks.coder
     num_ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
 
-    # Parts consist of complete blocks. The last parts may be shorter, or empty.
+    # Shards consist of complete blocks. The last shards may be shorter, or empty.
     part_numel = -(-num_blocks_of(values.numel()) // num_ranks) * BLOCK
     parts = [values[r * part_numel : (r + 1) * part_numel] for r in range(num_ranks)]
     lengths = [coder.codec.message_bytes(part.numel()) for part in parts]
 
     # Each rank has a row, and all rows have the same size, because a backend requires it. A shorter
-    # part leaves the end of its row unused.
+    # shard leaves the end of its row unused.
     device = values.device
     departures = _messages("departures", num_ranks, lengths[0], device, by_backend)
     arrivals = _messages("arrivals", num_ranks, lengths[0], device, by_backend)
     sums = _messages("messages", num_ranks, lengths[0], device, by_backend)
 
     if by_backend:
-        # One kernel encodes all parts, for any number of ranks.
+        # One kernel encodes all shards, for any number of ranks.
         blocks.encode(values, departures, sender=sender)
     else:
         for r, part in enumerate(parts):
@@ -117,7 +117,7 @@ def _scatter(
     group: dist.ProcessGroup,
     by_backend: bool,
 ) -> None:
-    """Send row r of `departures` to rank r, which receives it in row `rank` of its `arrivals`."""
+    """Send row r of `departures` to each rank r, and receive the rows of all ranks in `arrivals`."""
     if by_backend:
         dist.all_to_all_single(arrivals.view(-1), departures.view(-1), group=group)
         return
@@ -130,7 +130,7 @@ def _scatter(
 def _gather(
     rows: Tensor, rank: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool
 ) -> None:
-    """Copy row r of rank r to all others."""
+    """All-gather the rows of a matrix, where rank r contributes row r."""
     if by_backend:
         all_gather(rows.view(-1), rows[rank].clone(), group=group)
         return
@@ -148,7 +148,7 @@ def _messages(
 def _buffer(
     name: str, numel: int, dtype: torch.dtype, device: torch.device, by_backend: bool
 ) -> Tensor:
-    """Return uninitialised memory, on the CPU from the thread's buffers and on CUDA from the caching allocator."""
+    """Return uninitialised memory from the thread's scratch buffers, or on CUDA a new tensor."""
     if by_backend:
         return torch.empty(numel, dtype=dtype, device=device)
     return gloo_p2p.scratch(name, numel, dtype)

@@ -1,4 +1,4 @@
-"""All-reduce of a bucket on CUDA by torch's own function, as in DistributedDataParallel's default hook.
+"""All-reduce of a bucket on CUDA by `torch.distributed.all_reduce`, as in DDP's default hook.
 
     all_reduce(wire, async_op=True)     on the backend's stream, after the work that is on the current stream
         .get_future().then(finish)      divides the sum on a stream that waits for it, so that the host does not wait
@@ -19,10 +19,10 @@ from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 def all_reduce(
     bucket: InFlightBucket, group: dist.ProcessGroup | None, device: torch.device
 ) -> Future[Tensor]:
-    """Sum a bucket over a group, and return the future of the finished sum.
+    """Start an asynchronous all-reduce of a bucket, and return a future of the finished bucket.
 
     Args:
-        bucket: Bucket to sum.
+        bucket: Bucket to all-reduce.
         group: Process group. None: this is the only rank.
         device: Device of the bucket.
     """

@@ -1,8 +1,8 @@
-"""Sums of buckets on CUDA: the choice of the code that sums a bucket, the handling of hangs, and the shutdown.
+"""Executor of all-reduces on CUDA, which also detects hangs and shuts down communicators.
 
 By default a bucket is summed by torch's own all-reduce (cuda_all_reduce.py). An algorithm that was set by name runs
 stage by stage on our own streams (cuda_streams.py). So does everything over Gloo, with synchronous calls, because
-Gloo's asynchronous sums end in a thread of their own. Times of buckets are measured with events if they are read
+Gloo's asynchronous collectives end in a separate thread. Times of buckets are measured with events if they are read
 (cuda_events.py). The last two files are imported only if they are needed.
 
 The host never waits for the device. Four times a second the watchdog checks whether the device makes progress, and so
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class CudaCarrier:
-    """Carrier of an engine's buckets on CUDA.
+    """Executor of an engine's all-reduces on CUDA.
 
     Args:
         device: CUDA device of the buckets.
@@ -74,12 +74,19 @@ class CudaCarrier:
         trace.look_first(self.look)
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Do nothing, because one set of groups serves all algorithms. More sets would only share the streams."""
+        """Do nothing, because on CUDA one set of process groups serves all algorithms.
+
+        Additional sets would only share the streams.
+        """
 
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Split a bucket into the chunks of its plan. `carry` then puts them on the streams."""
+        """Split a bucket into the chunks of its plan, which `carry` then puts on CUDA streams.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured.
+        """
         if is_any_captured():
             raise RuntimeError(
                 "buckets must not be submitted inside a CUDA graph capture, because this engine compares the order of "
@@ -94,7 +101,7 @@ class CudaCarrier:
         bucket.split(job, bucket.plan.num_chunks, checksum=None, alignment=alignment)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
-        """Put all chunks of a bucket on the streams, and return a future that holds a CUDA event."""
+        """Enqueue the all-reduce of a bucket on CUDA, and return a future that orders streams by an event."""
         try:
             bucket.compare_contents(self._watchdog)
             future = self._put(bucket)
@@ -174,7 +181,7 @@ class CudaCarrier:
         return self._issued
 
     def look(self, *, with_places: bool = False) -> None:
-        """Check which buckets with events the device has finished, without waiting.
+        """Query without waiting which buckets with events the device has finished.
 
         Args:
             with_places: Whether to note the current stage of the oldest unfinished bucket.
@@ -196,7 +203,7 @@ class CudaCarrier:
                     self._stuck = self._groups.abort(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Free the communicators when the device is done, and return the names of groups that do not end.
+        """Wait for the device, free the communicators, and return the names of groups that do not end.
 
         After a failure nothing is waited for.
 

@@ -1,4 +1,4 @@
-"""CUDA events of buckets, which tell how long a bucket took and which buckets the device has finished.
+"""CUDA events of buckets, which measure times and show which buckets the device has finished.
 
 Events are recorded for algorithms that were set by name (`cuda_streams.py`), and if the times are read by a timeline
 (`report.trace_dir`) or a callback such as `TrainingMetrics`. Other buckets have no events.
@@ -25,13 +25,13 @@ MOST_UNREPORTED = 64
 
 
 def new_event() -> torch.cuda.Event:
-    """Return a CUDA event with timing enabled."""
+    """Create a CUDA event with timing enabled."""
     return torch.cuda.Event(enable_timing=True)
 
 
 @dataclass(kw_only=True)
 class StageEvents:
-    """Events of one stage of a chunk.
+    """CUDA events at the beginning and end of one all-reduce stage of a chunk.
 
     Args:
         chunk: Chunk that the stage processes.
@@ -50,7 +50,7 @@ class StageEvents:
 
 @dataclass
 class BucketEvents:
-    """Events of a bucket whose work has been put on streams.
+    """CUDA events of a bucket whose work is queued on streams.
 
     Args:
         bucket: Bucket, without its tensors.
@@ -66,7 +66,7 @@ class BucketEvents:
     _is_done_recorded: bool = False
 
     def record_done(self, stream: torch.cuda.Stream) -> None:
-        """Record the event `done` on a stream."""
+        """Record on a stream the event that marks the bucket as averaged."""
         self.done.record(stream)
         self._is_done_recorded = True
 
@@ -78,7 +78,7 @@ class BucketEvents:
     def finishing(
         self, finish: Callable[[Tensor], Tensor], device: torch.device
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function that calls `finish` and then records the event `done`."""
+        """Return a function that calls `finish` and then records the event for the end of the bucket."""
 
         def finish_and_record(flat: Tensor) -> Tensor:
             result = finish(flat)
@@ -88,7 +88,10 @@ class BucketEvents:
         return finish_and_record
 
     def note_places(self) -> None:
-        """Set the description of every chunk's current stage, in the words of stage_threads.py."""
+        """Update the description of every chunk's current stage, for error messages.
+
+        The wording is that of stage_threads.py.
+        """
         if not self.ready.query():
             self.bucket.chunks[0].place = "waiting for its gradients"
             return
@@ -106,7 +109,7 @@ class BucketEvents:
                     break
 
     def times(self, at_s: Callable[[torch.cuda.Event], float]) -> DeviceTimes:
-        """Return the times of the bucket.
+        """Convert the events of the bucket to times in seconds.
 
         Args:
             at_s: Function that returns the time of an event in seconds.
@@ -127,7 +130,7 @@ class BucketEvents:
 
 
 class IssuedBuckets:
-    """Buckets with events, in the order in which they were put on the streams.
+    """Queue of buckets with CUDA events, in the order in which their work was put on the streams.
 
     Args:
         trace: Trace that gets the times of a step when the device has finished the step.
@@ -144,11 +147,11 @@ class IssuedBuckets:
         self._is_over = False
 
     def add(self, events: BucketEvents) -> None:
-        """Append a bucket whose work is on the streams."""
+        """Append a bucket whose work is queued on the streams."""
         self._issued.append(events)
 
     def look(self, *, with_places: bool) -> None:
-        """Remove the buckets that the device has finished, without waiting.
+        """Remove all buckets that the device has finished, without waiting for unfinished ones.
 
         Args:
             with_places: Whether to note the current stage of the oldest unfinished bucket.
@@ -171,7 +174,7 @@ class IssuedBuckets:
         self._is_over = True
 
     def close(self) -> None:
-        """Pass the remaining times to the trace."""
+        """Report the times of finished buckets that were not reported yet to the trace."""
         with suppress(RuntimeError, ValueError):
             self._report()
 

@@ -1,4 +1,6 @@
-"""All-reduce stages on CUDA streams, for hierarchical algorithms, codecs, Adasum and sharded updates.
+"""Execution of all-reduce stages on CUDA streams, for all algorithms except torch's own all-reduce.
+
+It is used for hierarchical algorithms, codecs, Adasum and sharded updates.
 
     network    [ring 0]    [ring 1]    [ring 2]
     node   [reduce 0] [reduce 1] [broadcast 0] [reduce 2] [broadcast 1] [broadcast 2]
@@ -32,7 +34,7 @@ HIGH_PRIORITY = -1
 
 
 class CudaStreams:
-    """Streams of an engine: one for the stages inside the node, and one for the stages between nodes.
+    """Pair of CUDA streams for the all-reduce stages inside the node and between nodes.
 
     Args:
         device: CUDA device.
@@ -48,7 +50,10 @@ class CudaStreams:
         self._node = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def put(self, events: BucketEvents) -> Future[Tensor]:
-        """Put all stages of a bucket on the streams, and return a future that holds a CUDA event."""
+        """Enqueue all stages of a bucket on the streams, and return a future of the averaged bucket.
+
+        The future holds a CUDA event, for which the streams of waiting threads wait.
+        """
         bucket = events.bucket
         flat = events.bucket.flat
         stages = stages_by_name(bucket.plan.algorithm)
@@ -103,7 +108,7 @@ class CudaStreams:
 
 
 def _in_order(chunks: Sequence[Chunk], streams: Sequence[object]) -> Iterator[tuple[Chunk, int]]:
-    """Yield pairs of a chunk and the index of its stage, in the order in which they are put on the streams.
+    """Yield (chunk, stage index) pairs in the order in which they are put on the streams.
 
     If a stage returns to a stream, the earlier stages of the next chunk come first. So the reduce of chunk b is on the
     node's stream before the broadcast of chunk a, which waits for the network.

@@ -1,4 +1,4 @@
-"""Engine that runs the stages of successive all-reduces at the same time, in the same order on every rank.
+"""Asynchronous all-reduce engine that overlaps the stages of successive buckets.
 
     submit(bucket 0), submit(bucket 1), ...                                 caller: enqueues and returns
         -> [reduce]     bucket 2        one queue, one thread
@@ -8,8 +8,8 @@
 
 Large buckets are split into chunks (in_flight.py). The engine checks that ranks agree: on the plan when it is created,
 on a bucket's contents when it is new, and on the order of all buckets once per step (order_check.py). A failure on one
-rank raises the same error on all ranks (health/watchdog.py). On CUDA, torch's all-reduce or side streams take the place
-of the threads (cuda_carrier.py).
+rank raises the same error on all ranks (health/watchdog.py). On CUDA, torch's all-reduce or side streams replace the
+threads (cuda_carrier.py).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 # Seconds for which closing waits, after a failure, for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
 
-# Share of the timeout after which a bucket in flight on CUDA counts as failed. It is below 1, so that our error is
+# Fraction of the timeout after which a bucket in flight on CUDA counts as failed. It is below 1, so that our error is
 # raised before torch's watchdog raises its own.
 GIVE_UP_AT = 0.9
 
 
 class CommEngine:
-    """Engine that sums flat tensors over all ranks in the background.
+    """Asynchronous all-reduce engine for flat tensors such as gradient buckets.
 
     Collective: every rank of WORLD must construct it, in the same order and with the same plan. Every rank must submit
     tensors of the same sizes in the same order. If the plan does not fit the topology, rank 0 warns once.
@@ -67,20 +67,21 @@ class CommEngine:
     Args:
         topology: Topology, seen from this rank.
         plan: Plan that chooses the algorithm and the number of chunks of each tensor by its size.
-        timeout: Time limit of every collective. A rank that waits longer for the others fails.
-        device: Device of the tensors. On CUDA they are summed by torch's all-reduce or on side streams, else by
+        timeout: Time limit of every collective. A rank that waits longer for other ranks fails.
+        device: Device of the tensors. On CUDA they are reduced by torch's all-reduce or on side streams, else by
             threads.
         trace: Trace that counts the tensors. None: a new one.
-        dtype_across_nodes: Dtype of sums between nodes, if it is narrower than the tensor's, or their codec. Inside the
-            node a tensor keeps its dtype. None: tensors keep their dtype everywhere.
+        dtype_across_nodes: Dtype of reductions between nodes, if it is narrower than the tensor's, or their codec.
+            Inside the node a tensor keeps its dtype. None: tensors keep their dtype everywhere.
         shares_update: Ranks that share the optimizer update, whose exchanges `submit` can carry out: `"node"` or
             `"world"`. None: the update is not shared.
         replicas: All sets of ranks, if each set has an engine of its own. `topology` is then that of this rank's set.
             None: all ranks average together.
         group: Ranks of this rank's set. None: WORLD.
         compared: Further settings that must be equal on all ranks, by name.
-        num_terms: Number of gradients in a sum, by which the hook divides. None: one per rank. The attribute may change
-            between backwards, to the same number on all ranks, which need not be whole if gradients have weights.
+        num_terms: Number of gradients that are averaged, by which the hook divides. None: one per rank. The attribute
+            may change between backwards, to the same number on all ranks. It need not be whole if gradients have
+            weights.
 
     Raises:
         ValueError: The plan or the topology differ between ranks. Raised on every rank.
@@ -237,14 +238,14 @@ class CommEngine:
         is_in_update: bool | None = False,
         is_exact: bool = False,
     ) -> Future[Tensor]:
-        """Start to sum `flat` over all ranks in place, and return a future of the result without waiting.
+        """Start an in-place all-reduce of a flat tensor over all ranks, and return a future of the sum.
 
         If a stage fails on any rank, or if ranks submit different tensors, exit or hang, then on every rank the future
         of every tensor in flight raises the same `RuntimeError`, and so does every later call. The error names the
         rank, bucket, stage, algorithm and cause. On CUDA a future only orders streams, so the next call raises.
 
         Args:
-            flat: Tensor to sum, 1-D and contiguous.
+            flat: Tensor to reduce, 1-D and contiguous.
             bucket_index: Index that names the tensor in errors.
             is_last: Whether this is the last tensor of a step. The order of all tensors is then compared over ranks.
             adasum_numels: Number of elements of each tensor in `flat`. If given, `flat` is summed inside nodes only,
@@ -302,15 +303,16 @@ class CommEngine:
     def _new_coded_job(
         self, bucket: InFlightBucket, block_ids: Tensor | None, feedback: BucketFeedback | None
     ) -> Callable[[Tensor], Job]:
-        """Return a function that creates the job of a chunk, with the chunk's blocks."""
+        """Return a factory that creates the job of a chunk with the codec blocks of the chunk."""
         assert self.coder is not None
         flat = bucket.flat
         new_job = self._new_job
         all_blocks = Blocks.of(self.coder, bucket.flat, block_ids, feedback)
-        self.coder.turn += int(bucket.is_last)  # A step may have several sums of all gradients.
+        # A step may have several reductions of all gradients.
+        self.coder.turn += int(bucket.is_last)
 
         def job(part: Tensor) -> Job:
-            # The checksum has an empty part. It must be exact, so it is not encoded.
+            # The chunk of the checksum has no elements of the bucket. It must be exact, so it is not encoded.
             blocks = None
             if part.numel() > 0:
                 begin = int(part.storage_offset() - flat.storage_offset())
@@ -320,7 +322,7 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        """Add a bucket to the order of submissions, and set what ranks compare of it.
+        """Record a bucket in the order of submissions, and select how ranks compare it.
 
         Returns:
             The checksum of the order if this is a step's last bucket, else None.
@@ -343,7 +345,7 @@ class CommEngine:
         return None
 
     def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:
-        """Return the plan of a bucket of gradients."""
+        """Return the communication plan of a gradient bucket, given its size and dtype."""
         return self._planned(bucket_index, numel, dtype)[0]
 
     def _planned(
@@ -391,26 +393,29 @@ class CommEngine:
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
-        """Plans of all distinct buckets of gradients that were submitted so far."""
+        """Communication plans of all distinct gradient buckets that were submitted so far."""
         plans = (plan for plan, _ in self._buckets.values() if not is_exchange(plan.algorithm))
         return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property
     def failure(self) -> str:
-        """Error message that all ranks raise, or an empty string if the sums have not failed."""
+        """Error message that all ranks raise after a failure, or an empty string if there was none."""
         return self._latch.error
 
     def raise_if_failed(self) -> None:
-        """Raise the error that all ranks raise, if the sums have failed.
+        """Raise the error that is common to all ranks if the communication of any rank has failed.
 
-        It never waits, so on CUDA it does not know of failures in work that the device has not reached.
+        It never waits, so on CUDA it does not detect failures in work that the device has not reached.
         """
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         self._latch.raise_if_tripped()
 
     def abort(self, reason: str) -> None:
-        """Fail on every rank because the caller has an error on this rank. Do nothing if failed or closed already."""
+        """Make communication fail on every rank, because the caller has an error on this rank.
+
+        Do nothing if the engine has failed or is closed.
+        """
         with self._latch.lock:
             if self._latch.error or self._is_closed:
                 return
@@ -419,7 +424,9 @@ class CommEngine:
         )
 
     def explain(self, error: BaseException) -> str:
-        """Return a message with the rank that caused a collective of other code to fail here, and fail on every rank.
+        """Diagnose a failed collective outside the engine, and return a message that names the rank at fault.
+
+        The engine then fails on every rank.
 
         Args:
             error: Error of the collective, such as one of Lightning's or the user's.
@@ -434,11 +441,11 @@ class CommEngine:
         return f"{failure} Seen here as {type(error).__name__}: {error}"
 
     def close(self) -> list[str]:
-        """End the threads and free the groups, and return the names of stages that do not end.
+        """Shut the engine down, and return the names of stages that did not end in time.
 
         Without a failure, the buckets in flight are finished first. After a failure, stages have `FAILED_CLOSE_LIMIT_S`
-        to return. A stage that is still inside a collective then is left with its group, and a warning names it. On
-        CUDA nothing is waited for after a failure, because all communicators are aborted.
+        to return. A stage that is still inside a collective after this time keeps its group, and a warning names it. On
+        CUDA the engine waits for nothing after a failure, because all communicators are aborted.
         """
         with self._latch.lock:
             if self._is_closed:

@@ -1,10 +1,10 @@
-"""Collectives over host memory by point-to-point messages that travel directly to their destination.
+"""Collectives over Gloo that send each message directly to its destination, in one round.
 
-    reduce_to_first_    tensors of the others -> the first rank, which adds them
-    broadcast_          the first rank's tensor -> all others
-    scatter_reduce_     part r of every tensor -> rank r, which adds them
-    gather_parts_       part r of rank r -> all others
-    collect_parts_      part r of rank r -> the first rank
+    reduce_to_first_    tensors of the other ranks -> the first rank, which adds them
+    broadcast_          the first rank's tensor -> all other ranks
+    scatter_reduce_     shard r of every tensor -> rank r, which adds them
+    gather_parts_       shard r of rank r -> all other ranks
+    collect_parts_      shard r of rank r -> the first rank
     exchange_           every tensor -> every rank, which adds them
     all_to_all_         tensor r of every rank -> rank r, unchanged
 
@@ -35,7 +35,7 @@ _thread_local = threading.local()
 
 
 def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `flat` over the group, and write the result on its rank 0 only."""
+    """Reduce a tensor over the group in place, with the sum on the group's rank 0 only."""
     rank = dist.get_rank(group)
     if rank != 0:
         _send(flat, 0, group).wait()
@@ -49,7 +49,7 @@ def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Copy `flat` from the group's rank 0 to all others."""
+    """Broadcast a tensor from the group's rank 0 to all other ranks of the group, in place."""
     if dist.get_rank(group) != 0:
         _receive(flat, 0, group).wait()
         return
@@ -57,15 +57,18 @@ def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def part_of(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> Tensor:
-    """Return this rank's part of `flat`, a view that may be empty.
+    """Return this rank's shard of a flat tensor, as a view that may be empty.
 
-    Parts begin at multiples of `alignment` elements.
+    Shards begin at multiples of `alignment` elements.
     """
     return _parts(flat, dist.get_world_size(group), alignment)[dist.get_rank(group)]
 
 
 def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
-    """Sum `part_of(flat)` over the group on each rank, in place. Other parts are unchanged."""
+    """Reduce-scatter a tensor in place, so that each rank holds the sum of its own shard.
+
+    Other shards are unchanged.
+    """
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     parts = _parts(flat, num_ranks, alignment)
@@ -90,7 +93,7 @@ def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALI
 
 
 def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
-    """Copy each rank's `part_of(flat)` to all others."""
+    """All-gather a tensor in place, where each rank contributes its own shard."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     parts = _parts(flat, num_ranks, alignment)
@@ -102,7 +105,7 @@ def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGN
 
 
 def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy `parts[r]` of each rank r to the group's rank 0."""
+    """Gather shard r of each rank r on the group's rank 0, in place."""
     rank = dist.get_rank(group)
     works = []
     if rank != 0:
@@ -116,7 +119,7 @@ def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `flat` over the group on every rank. Each rank sends its tensor n - 1 times."""
+    """All-reduce a tensor in place by sending the whole tensor to every other rank of the group."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     buffer = scratch("rows", num_ranks * flat.numel(), flat.dtype)
@@ -136,7 +139,7 @@ def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
 def all_to_all_(
     departures: Sequence[Tensor], arrivals: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Send `departures[r]` to each other rank r, and receive `arrivals[r]` from it."""
+    """Exchange tensors with every other rank r, sending `departures[r]` and receiving `arrivals[r]`."""
     peers = _peers(dist.get_rank(group), dist.get_world_size(group))
     works = [_receive(arrivals[peer], peer, group) for peer in peers if arrivals[peer].numel()]
     works += [_send(departures[peer], peer, group) for peer in peers if departures[peer].numel()]
@@ -144,7 +147,9 @@ def all_to_all_(
 
 
 def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Tensor]:
-    """Split a tensor into consecutive views of equal length. The last ones may be shorter, or empty.
+    """Split a tensor into consecutive views of equal length.
+
+    The last views may be shorter, or empty.
 
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]
@@ -154,7 +159,7 @@ def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Ten
 
 
 def _peers(rank: int, num_ranks: int) -> list[int]:
-    """Return all other ranks, beginning with the next one.
+    """Return all other ranks in cyclic order, beginning with the next rank.
 
     With this order, not all ranks send to the same rank first.
     """
@@ -182,9 +187,9 @@ def _add_up(
     out: Tensor,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the rows in order, each as soon as it has arrived, and write the sum to `out`.
+    """Add tensors in order, each as soon as it has been received, and write the sum to `out`.
 
-    Sums are kept in at least fp32, and rounded once. `out` may be one of the rows, so it is written
+    Partial sums are kept in at least fp32, and rounded once. `out` may be one of the rows, so it is written
     after all rows are added, and after `before_writing`.
     """
     if len(rows) == 2:  # One addition rounds once, in any dtype.
@@ -208,9 +213,10 @@ def _add_up(
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a reused buffer of this thread, because new memory pages would take more time than the work in them.
+    """Return a scratch buffer of this thread that is reused between calls with the same name.
 
-    A buffer grows to the largest request for its name, and never shrinks.
+    New memory pages would take more time than the work in them. A buffer grows to the largest request for its name, and
+    never shrinks.
     """
     buffers: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize

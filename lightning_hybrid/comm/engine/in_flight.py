@@ -1,4 +1,4 @@
-"""Buckets in flight, their chunks, and the first failure, which fails all of them."""
+"""Buckets in flight and their chunks, which all fail together at the first failure."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Chunk:
-    """Part of a bucket that passes through the stages.
+    """Contiguous slice of a bucket that passes through the all-reduce stages on its own.
 
     Args:
         bucket: Bucket that the chunk belongs to.
         part: Elements of the chunk, a view of the bucket.
-        job: Job that the stages run, for the part or for a copy of it with the checksum appended.
+        job: Job that the stages run, for `part` or for a copy of it with the checksum appended.
         place: Description of the current stage, for messages.
         checksum: Checksum of the order of buckets. None: no checksum is appended.
         is_last: Whether this is the last chunk of the step.
@@ -53,18 +53,18 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the part in bytes."""
+        """Size of the chunk in bytes."""
         return self.part.numel() * self.part.element_size()
 
     def begin(self, watchdog: Watchdog, copies: CopyPool) -> None:
-        """Compare the bucket with those of other ranks, and append the checksum, before the first stage."""
+        """Prepare the chunk for its first stage by comparing the bucket over ranks and adding the checksum."""
         self.bucket.compare_contents(watchdog)
         if self.checksum is not None:
             self._copy = copies.take(self.part, self.checksum)
             self.job.flat = self._copy.whole
 
     def end(self, copies: CopyPool) -> bool:
-        """Write the sum into the bucket after the last stage, and return whether all chunks of the bucket are done.
+        """Finish the chunk after its last stage, and return whether all chunks of the bucket are done.
 
         Raises:
             OrderError: The checksum shows that ranks submitted different buckets.
@@ -80,10 +80,10 @@ class Chunk:
 
 @dataclass(eq=False)
 class InFlightBucket:
-    """Submitted bucket, and the future of its sum.
+    """Bucket whose all-reduce has been submitted, with the future of its sum.
 
     Args:
-        flat: Tensor to sum.
+        flat: Tensor to reduce.
         plan: Plan of the bucket.
         finish: Function applied to the sum.
         traffic: Bytes on the links of a node.
@@ -93,11 +93,11 @@ class InFlightBucket:
         is_last: Whether this is the last bucket of its step.
         is_in_update: Whether the bucket holds no gradients and the optimizer step waits for it. None: it holds no
             gradients and the step does not wait.
-        num_owners: Number of ranks of which each keeps only its own part, because `two_level` ends before the gather.
+        num_owners: Number of ranks if each rank keeps only its own shard, because `two_level` ends before the gather.
             0: every rank gets the whole sum.
         is_coded: Whether a codec encodes the bucket between nodes. The checksum of the order then has a chunk of its
             own, which is not encoded.
-        stage: Stage in which an error is raised while the bucket is put on streams.
+        stage: Stage that errors name while the bucket is put on streams.
         done: Future of the sum.
         error: Error of all ranks. None: no failure.
         cause: Exception behind the error, if it was raised on this rank.
@@ -135,15 +135,15 @@ class InFlightBucket:
         checksum: int | None,
         alignment: int = ALIGNMENT,
     ) -> None:
-        """Split the bucket into chunks.
+        """Split the bucket into chunks, and assign the checksum to the last one.
 
         Args:
-            job: Function that creates the job of a part.
+            job: Function that creates the job of a chunk from the chunk's elements.
             num_chunks: Number of chunks.
             checksum: Checksum to append to the last chunk. None: no checksum.
             alignment: Number of elements at whose multiples chunks begin.
         """
-        if self.num_owners:  # Every owner gets complete parts, as the caller has packed them.
+        if self.num_owners:  # Every owner gets complete shards, as the caller has packed them.
             alignment = SHARD_ALIGNMENT * self.num_owners
         parts = [self.flat]
         if num_chunks > 1:
@@ -153,7 +153,7 @@ class InFlightBucket:
         last_bytes = parts[-1].numel() * self.flat.element_size()
         is_last_long = last_bytes > CHECKSUMMED_BYTES_LIMIT and not self.adasum_numels
         if checksum is not None and self.is_coded:
-            # The checksum has a chunk of its own, whose part is empty.
+            # The checksum has a chunk of its own, which holds no elements of the bucket.
             parts.append(self.flat[self.flat.numel() :])
         elif checksum is not None and is_last_long:
             # The chunk with the checksum is copied. An additional short message takes less time than a long copy.
@@ -168,7 +168,7 @@ class InFlightBucket:
 
     @property
     def place(self) -> str:
-        """Description of the bucket's current stage."""
+        """Description of the bucket's current stage, for error messages."""
         # A chunk inside a collective tells more about a hang than a chunk that waits behind it.
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
@@ -177,11 +177,13 @@ class InFlightBucket:
 
     @property
     def is_inside(self) -> bool:
-        """True if a stage is running one of its chunks."""
+        """True if a stage is processing a chunk of the bucket."""
         return any(chunk.place.startswith("in ") for chunk in self.chunks)
 
     def compare_contents(self, watchdog: Watchdog) -> None:
-        """Compare a new bucket with those of other ranks, once. Other threads of this rank wait meanwhile.
+        """Check once that all ranks submitted the same new bucket.
+
+        Other threads of this rank that handle the bucket wait meanwhile.
 
         Raises:
             OrderError: Another rank submitted a different bucket.
@@ -195,10 +197,10 @@ class InFlightBucket:
                     self.contents = None
 
     def compare_step(self, watchdog: Watchdog) -> None:
-        """Compare the order of a finished step with that of other ranks, if `contents_of_step` is set.
+        """Check that all ranks submitted the same buckets in a finished step, if `contents_of_step` is set.
 
         Raises:
-            OrderError: Another rank submitted different buckets, or in a different order.
+            OrderError: Another rank submitted different buckets, or the same buckets in a different order.
         """
         # The whole step has been submitted, so no rank waits for this one while it reports.
         if self.contents_of_step is not None:
@@ -211,7 +213,7 @@ class InFlightBucket:
             return self._num_open == 0
 
     def complete(self, latch: FailureLatch, trace: CommTrace) -> None:
-        """Finish the sum and set the future, unless a failure has set it already."""
+        """Apply `finish` to the sum and complete the bucket's future, unless the bucket has failed."""
         result = self.finish(self.flat)
         if latch.remove(self):
             trace.end(self.plan, self.traced_s, self.traffic)
@@ -220,20 +222,20 @@ class InFlightBucket:
             self.chunks.clear()
 
     def result(self, done: Future) -> Tensor:
-        """Return the finished sum, or raise the error if the bucket failed. Called by `Future.then`."""
+        """Return the finished sum, or raise the bucket's error (a callback for `Future.then`)."""
         if self.error is not None:
             raise RuntimeError(self.error) from self.cause
         return done.value()
 
     def fail(self, error: str, cause: BaseException | None) -> None:
-        """Make the future raise an error."""
+        """Complete the bucket's future so that it raises an error."""
         self.error = error
         self.cause = cause
         # `result` raises the error. With `set_exception`, DDP would report a failed cast instead of it.
         self.done.set_result(None)
 
     def failed_in(self, stage: str, cause: Exception) -> str:
-        """Return a message that this rank failed in a stage."""
+        """Return an error message which states that this rank failed in a stage of the all-reduce."""
         reason = f"{type(cause).__name__}: {cause}"
         if isinstance(cause, OrderError):
             reason = str(cause)
@@ -243,8 +245,9 @@ class InFlightBucket:
         )
 
     def release_tensors(self) -> None:
-        """Release all tensors of a bucket whose work is on the streams."""
-        # They may be released before the device is done, because `record_stream` tells the allocator who uses them.
+        """Drop the references to all tensors of a bucket whose work is queued on the streams."""
+        # They may be released before the device is done, because `record_stream` tells the allocator which streams use
+        # them.
         for chunk in self.chunks:
             chunk.part = _NOTHING
             chunk.job.flat = _NOTHING
@@ -265,9 +268,10 @@ def _unchanged(flat: Tensor) -> Tensor:
 
 
 class FailureLatch:
-    """Buckets in flight, and the first failure, which fails all of them. Later failures have no effect.
+    """Registry of buckets in flight, which all fail with the first error on any rank.
 
-    The engine, its threads or streams, and the watchdog share one latch, so that none of them calls another back.
+    Later failures have no effect. The engine, its threads or streams, and the watchdog share one latch, so they need no
+    callbacks into each other.
 
     Args:
         order: Order of the submitted buckets.
@@ -275,7 +279,7 @@ class FailureLatch:
     Attributes:
         error: Error of all ranks, or an empty string.
         cause: Exception behind the error, if it was raised on this rank.
-        lock: Lock that protects `in_flight`, `error` and the order of submissions. No code waits under it.
+        lock: Lock that protects `in_flight`, `error` and the order of submissions. No code waits while holding it.
         look: Function that queries the progress of the device and returns the seconds for which the device has waited.
             Used on CUDA only.
         give_up: Function that ends the communication of failed buckets. `trip` calls it once, without the lock.
@@ -296,14 +300,17 @@ class FailureLatch:
         self._device_s = 0.0  # seconds since the device made progress
 
     def remove(self, bucket: InFlightBucket) -> bool:
-        """Remove an averaged bucket, and return False if a failure has removed it already."""
+        """Remove an averaged bucket, and return whether it was still in flight."""
         with self.lock:
             is_there = bucket in self.in_flight
             self.in_flight.pop(bucket, None)
             return is_there
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Fail every bucket in flight. The error of the first call is used in all calls."""
+        """Fail every bucket in flight with an error.
+
+        All later calls use the error of the first call.
+        """
         with self.lock:
             if not self.error:
                 self.error = f"{error} The gradients of this step are lost, and the engine accepts no more buckets."
@@ -320,7 +327,7 @@ class FailureLatch:
             bucket.fail(self.error, self.cause)
 
     def raise_if_tripped(self) -> None:
-        """Raise the error that all ranks raise, if the sums have failed."""
+        """Raise the error that is common to all ranks if there was a failure."""
         if self.error:
             raise RuntimeError(self.error) from self.cause
 

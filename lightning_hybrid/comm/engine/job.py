@@ -1,4 +1,4 @@
-"""Job of an all-reduce: a tensor that passes through the stages of an algorithm."""
+"""State of one all-reduce, which passes from stage to stage of an algorithm."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SHARD_ALIGNMENT = 128
 
 @dataclass
 class Job:
-    """Tensor that passes through the stages of an algorithm, with the state that the stages share.
+    """Tensor to all-reduce, with the state that the stages of the algorithm share.
 
     Args:
-        flat: Tensor to sum in place, 1-D and contiguous.
+        flat: Tensor to reduce in place, 1-D and contiguous.
         topology: Topology, seen from this rank.
         adasum_numels: Number of elements of each tensor in `flat`, if leaders combine the tensors by Adasum. Empty:
             leaders sum.
         dtype_across: Dtype between nodes, if it is narrower than the tensor's. None: the tensor's dtype.
-        shard: This rank's part of `flat` between the stages of `two_level`.
-        num_owners: Number of ranks of which each keeps only its own part, because `two_level` ends before the gather.
+        shard: This rank's shard of `flat` between the stages of `two_level`.
+        num_owners: Number of ranks if each rank keeps only its own shard, because `two_level` ends before the gather.
             0: every rank gets the whole sum.
         shard_begin: Index in `flat` of the first element of the shard.
         by_backend: Whether every stage is a collective of the backend, as on CUDA. False: our own messages over Gloo.
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def shard_alignment(self) -> int:
-        """Number of elements at whose multiples shards begin."""
+        """Alignment of shards in elements."""
         if self.blocks is not None:
             return BLOCK
         if self.by_backend:

@@ -1,12 +1,12 @@
-"""Exchanges between ranks that share an update: small sums, weights and optimizer state.
+"""Collectives of a sharded optimizer update, for block sums, weights and optimizer state.
 
-    add_up_           flat <- sum of flat over the ranks                        table of block sums, on every rank
-    gather_           part r of flat <- part of sharer r, on every rank         weights after the update
+    add_up_           flat <- sum of flat over the ranks                        sums of blocks, on every rank
+    gather_           shard r of flat <- shard of sharer r, on every rank       weights after the update
     gather_across_    as `gather_`, for this rank's shard of the node           if all ranks share, before `gather_`
-    collect_          part r of flat <- part of sharer r, on the first rank     state for a checkpoint
+    collect_          shard r of flat <- shard of sharer r, on the first rank   state for a checkpoint
 
-`flat` holds one part for each rank, in the order of `Topology.sharers`. Parts have equal lengths. All functions work in
-place.
+`flat` holds one shard for each rank, in the order of `Topology.sharers`. Shards have equal lengths. All functions work
+in place.
 
 Collective: every rank of the group must call them, in the same order.
 """
@@ -29,17 +29,17 @@ PART_ALIGNMENT = 128
 
 
 def add_up_(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum the job's tensor over the group. The result is bitwise equal on all its ranks."""
+    """All-reduce the job's tensor over the group, with a bitwise equal result on all ranks."""
     dist.all_reduce(job.flat, group=group)
 
 
 def gather_(job: Job, group: dist.ProcessGroup) -> None:
-    """Copy the part of every rank of the node to all of them."""
+    """All-gather the job's tensor within the node, where each rank contributes its own shard."""
     _gather(job.flat, job, group)
 
 
 def gather_across_(job: Job, group: dist.ProcessGroup) -> None:
-    """Copy the parts of this rank's shard to all ranks of equal local rank."""
+    """All-gather this rank's shard of the node between the ranks of equal local rank on all nodes."""
     shards = job.flat.chunk(len(job.topology.node))
     _gather(shards[job.topology.local_rank], job, group)
 
@@ -53,7 +53,10 @@ def _gather(flat: Tensor, job: Job, group: dist.ProcessGroup) -> None:
 
 
 def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum this rank's part of `flat` over the group with a collective of the backend. Other parts are unchanged."""
+    """Reduce-scatter a tensor in place with a collective of the backend.
+
+    Each rank then holds the sum of its own shard. Other shards are unchanged.
+    """
     parts = flat.chunk(dist.get_world_size(group))
     part = parts[dist.get_rank(group)]
     total = part.new_empty(part.numel())
@@ -62,7 +65,7 @@ def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:
-    """Copy the part of every rank to the first rank."""
+    """Gather the shards of all ranks on the group's first rank, in the job's tensor."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     topology = job.topology

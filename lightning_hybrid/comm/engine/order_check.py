@@ -1,7 +1,7 @@
-"""Check that every rank submits the same tensors in the same order.
+"""Check that all ranks submit the same buckets in the same order.
 
 Gloo matches collectives only by their order. If two ranks submit two buckets of equal size in different order, Gloo
-silently adds different buckets. So every rank keeps a rolling hash of the tensors that it submitted. The 64 bits b of
+silently adds different buckets. So every rank keeps a rolling hash of the buckets that it submitted. The 64 bits b of
 the hash are appended to the last bucket of a step, as a checksum of 128 elements that are 0 or 1:
 
     copy = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 where this rank's element is 0
@@ -43,7 +43,7 @@ MOST_SIZES_IN_POOL = 4
 
 
 class RollingHash:
-    """Hash of 64 bits of a sequence of records.
+    """64-bit rolling hash of a sequence of strings, which depends on their order.
 
     >>> first, second = RollingHash(), RollingHash()
     >>> for record in ("a", "b"): first.add(record)
@@ -56,7 +56,7 @@ class RollingHash:
         self.value = 0
 
     def add(self, record: str) -> None:
-        """Append a record."""
+        """Update the hash with one more record."""
         # The previous hash is the key, so that the order of records counts. Python's `hash()` differs between
         # processes.
         digest = hashlib.blake2b(
@@ -66,7 +66,7 @@ class RollingHash:
 
 
 class BucketOrder:
-    """Order of the submitted buckets.
+    """History of the submitted buckets, with a hash that ranks compare.
 
     Attributes:
         num_submitted: Number of submitted buckets.
@@ -85,7 +85,9 @@ class BucketOrder:
         self._compared: set[int] = set()  # hashes of the beginnings of steps
 
     def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
-        """Append a bucket. Return its record if no earlier step began with the same buckets, else None.
+        """Append a bucket, and return its record if ranks must compare it, else None.
+
+        Ranks must compare a bucket if no earlier step began with the same buckets.
 
         Args:
             bucket: Plan of the bucket.
@@ -119,7 +121,7 @@ class BucketOrder:
 
     @property
     def is_step_to_compare(self) -> bool:
-        """True if ranks compare the latest step through the store.
+        """True if ranks must compare the latest step through the store.
 
         >>> order = BucketOrder()
         >>> steps = []
@@ -136,7 +138,7 @@ class BucketOrder:
 
 
 class ChecksummedCopy:
-    """Buffer for a copy of a tensor, followed by a checksum. It is reused.
+    """Reusable buffer that holds a copy of a tensor, followed by a checksum.
 
     Attributes:
         whole: Tensor to sum, of `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype`.
@@ -155,26 +157,32 @@ class ChecksummedCopy:
         self._checksum = self.whole[numel:]
 
     def fill(self, flat: Tensor, value: int) -> None:
-        """Copy `flat`, and append the checksum of `value`."""
+        """Copy a tensor into the buffer, and append the checksum of `value`."""
         self.body.copy_(flat)
         self._checksum.copy_(_elements(value))
 
     def is_wrong(self, value: int) -> bool:
-        """Return whether any rank's checksum differed from the checksum of `value`."""
+        """Return whether the checksum of any rank differs from this rank's, after the reduction.
+
+        `value` is the number from which this rank's checksum was computed.
+        """
         # This counts the ones of other ranks at positions where this rank's element is 0. They cannot cancel out,
         # because none is negative.
         return bool(self._checksum.dot(_elements(~value).to(self._checksum.dtype)))
 
 
 class CopyPool:
-    """Pool of unused copies, by size and dtype. New memory pages would cost more time than the copy itself."""
+    """Pool of reusable `ChecksummedCopy` buffers, by size and dtype.
+
+    Allocating new memory pages would cost more time than the copy itself.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[ChecksummedCopy]] = {}
         self._lock = threading.Lock()
 
     def take(self, part: Tensor, value: int) -> ChecksummedCopy:
-        """Return a copy of `part`, followed by the checksum of `value`."""
+        """Return a buffer with a copy of a tensor, followed by the checksum of `value`."""
         copy = None
         with self._lock:
             free = self._free.get((part.numel(), part.dtype))
@@ -186,7 +194,7 @@ class CopyPool:
         return copy
 
     def give_back(self, copy: ChecksummedCopy) -> None:
-        """Return a copy to the pool."""
+        """Return a buffer to the pool for reuse."""
         key = (copy.body.numel(), copy.body.dtype)
         with self._lock:
             # Sizes change with the plan and when DDP rebuilds its buckets, and old ones must not stay forever.
@@ -196,7 +204,9 @@ class CopyPool:
 
 
 def _elements(value: int) -> Tensor:
-    """Return the 64 lowest bits of `value`, lowest bit first, followed by their complements, as `uint8`.
+    """Return the 64 lowest bits of `value` and their complements as a `uint8` tensor of zeros and ones.
+
+    The lowest bit comes first.
 
     >>> _elements(1)[:3].tolist(), _elements(1)[64:67].tolist()
     ([1, 0, 0], [0, 1, 1])

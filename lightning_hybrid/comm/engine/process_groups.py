@@ -1,4 +1,4 @@
-"""Process groups of the all-reduce stages of an engine."""
+"""Process groups for the stages of the all-reduce algorithms."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from lightning_hybrid.comm.topology import ReplicaSets, Scope, Topology
 
 
 class CommGroups:
-    """Process groups of a set of all-reduce stages, which are created for these stages and destroyed together.
+    """Process groups of an engine's all-reduce stages.
+
+    The groups are created stage by stage, and are destroyed together.
 
     Args:
-        topology: Topology seen from this rank, or the sets of ranks of which each has an engine of its own.
+        topology: Topology seen from this rank, or the sets of ranks if each set has an engine of its own.
         timeout: Time limit of every collective. `dist.new_group` does not inherit the default group's timeout.
         share: Whether stages with the same ranks use one group, and the default group is used for all ranks. This saves
             communicators, which take hundreds of MiB each. It requires that one thread issues all collectives in one
             order, as with CUDA streams.
 
     Attributes:
-        by_stage: Group of this rank in each stage. None: there is no other rank to communicate with.
+        by_stage: Process group of this rank for each stage. None: there is no other rank to communicate with.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class CommGroups:
             self._built[all_ranks] = dist.distributed_c10d._get_default_group()
 
     def add(self, scopes: Mapping[str, Scope]) -> None:
-        """Create the groups of stages, given by name, that have none yet.
+        """Create process groups for the named stages that have none yet.
 
         Collective: every rank must call it with the same stages, in the same order.
         """
@@ -71,7 +73,10 @@ class CommGroups:
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
-        """Create a group for each set of ranks. Return the sets with their groups, or None for sets of other ranks."""
+        """Create a process group for each set of ranks, and return pairs of the ranks and the group.
+
+        The group is None for sets that do not contain this rank.
+        """
         # The default group is split once if it is bound to a device. Otherwise all ranks create one group after the
         # other. The type is `Any`, because torch 2.15 types a result as a group or a number that means no group.
         split: Any = None
@@ -94,16 +99,22 @@ class CommGroups:
         return groups
 
     def abort(self, *, limit_s: float) -> list[str]:
-        """Abort all GPU groups of this process, and return the names of groups that take longer than the limit."""
+        """Abort all GPU communicators of this process, and return the names of groups that do not end in time.
+
+        The time limit is `limit_s` seconds.
+        """
         return abort_all(limit_s=limit_s)
 
     def destroy(self) -> None:
-        """Free the groups. It may be called again, and after the default group was destroyed."""
+        """Destroy all process groups that this object has created.
+
+        It may be called again, and after the default group was destroyed.
+        """
         for group in self._give_up():
             destroy(group)
 
     def forget(self) -> None:
-        """Free groups that were aborted, without waiting."""
+        """Release process groups that were aborted, without waiting for them."""
         for group in self._give_up():
             forget(group)
 
@@ -115,7 +126,10 @@ class CommGroups:
         return owned
 
     def destroy_stage(self, stage: str) -> None:
-        """Free the group of one stage, which must not be shared. Ranks that wait in its collectives get an error."""
+        """Destroy the process group of one stage, so that ranks which wait in its collectives get an error.
+
+        The group must not be shared with other stages.
+        """
         group = self.by_stage.get(stage)
         self.by_stage[stage] = None
         # A group ends with its last reference.
@@ -132,7 +146,7 @@ class CommGroups:
 def own_group(
     sets: Sequence[Sequence[int]], *, timeout: timedelta | None, desc: str, **options: Any
 ) -> Any:
-    """Create a group for each of several sets, which together hold every rank once, and return this rank's group.
+    """Create a process group for each set of a partition of all ranks, and return this rank's group.
 
     Collective: every rank must call it, in the same order.
     """
@@ -163,7 +177,7 @@ def _can_be_split() -> bool:
 def new_node_group(
     topology: Topology, *, timeout: timedelta | None, desc: str
 ) -> dist.ProcessGroup:
-    """Create a group for each node, and return the group of this rank's node.
+    """Create a process group for each node, and return the group of this rank's node.
 
     Collective: every rank must call it, in the same order.
     """
@@ -172,19 +186,18 @@ def new_node_group(
 
 
 def destroy(group: dist.ProcessGroup) -> None:
-    """Free a group. Do nothing if the default group was destroyed before."""
+    """Destroy a process group, unless the default group was destroyed before."""
     with suppress(ValueError):
         if dist.is_initialized():
             dist.destroy_process_group(group)
 
 
 def end_group(group: dist.ProcessGroup, *, is_aborted: bool) -> None:
-    """Free a group. Do nothing if the default group was destroyed before.
+    """Destroy a process group, without waiting for it if a failure has aborted it.
 
     Args:
-        group: Group to free.
-        is_aborted: Whether a failure has aborted the group, as it does with all communicators on CUDA. The group is
-            then freed without waiting.
+        group: Process group to destroy.
+        is_aborted: Whether a failure has aborted the group, as it does with all communicators on CUDA.
     """
     if is_aborted:
         forget(group)

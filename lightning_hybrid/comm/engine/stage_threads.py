@@ -1,4 +1,6 @@
-"""Threads of the all-reduce stages. Each stage has a queue, a thread and a process group in every column.
+"""Threads that run the all-reduce stages on the CPU, as a pipeline of queues.
+
+Each stage has a queue, a thread and a process group in every column:
 
     column 0    [reduce] -> [ring] -> [broadcast]          chunks 0, 2, 4, ...
     column 1    [reduce] -> [ring] -> [broadcast]          chunks 1, 3, 5, ...
@@ -32,7 +34,9 @@ from lightning_hybrid.comm.stats.trace import CommTrace
 
 @dataclass(eq=False)
 class StageThread:
-    """Stage in one column, and the thread that runs it.
+    """Worker thread of one all-reduce stage, with the queue of chunks to process.
+
+    A column is one of several independent pipelines, over which chunks are distributed.
 
     Args:
         stage: Stage to run.
@@ -60,17 +64,20 @@ class StageThread:
 
     @property
     def is_alive(self) -> bool:
-        """True if the thread has not ended yet."""
+        """True if the thread is still running."""
         return self.thread is not None and self.thread.is_alive()
 
     def put(self, chunk: Chunk) -> None:
-        """Put a chunk into the queue. Only one thread may call it at a time."""
+        """Put a chunk into the stage's queue.
+
+        Only one thread may call it at a time.
+        """
         self.num_put += 1
         self.queue.put(chunk)
 
 
 class StageThreads:
-    """All stage threads of an engine.
+    """Executor of an engine's all-reduces on the CPU, with a thread for each stage.
 
     Args:
         groups: Process groups of the stages.
@@ -92,7 +99,7 @@ class StageThreads:
         latch.give_up = self._give_up
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Start the threads of the given number of columns for each algorithm."""
+        """Start the stage threads of each algorithm, for the given number of columns."""
         for algorithm, num_columns in columns.items():
             self._columns[algorithm] = [
                 self._start(algorithm, column) for column in range(num_columns)
@@ -122,7 +129,7 @@ class StageThreads:
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Split a bucket into chunks, and put them into the queues of the columns in turn.
+        """Split a bucket into chunks, and distribute them round-robin over the columns' queues.
 
         It must be called in the order of submission.
         """
@@ -144,7 +151,7 @@ class StageThreads:
                 column[0].put(chunk)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
-        """Return the future of an accepted bucket."""
+        """Return the future of a bucket that `accept` has queued."""
         # The error is raised in `then`, so that DDP gets our error.
         future = bucket.done.then(bucket.result)
         is_single_rank = not self._columns[bucket.plan.algorithm][0]
@@ -185,7 +192,7 @@ class StageThreads:
             successor.put(chunk)
 
     def _has_run(self, stage_thread: StageThread, chunk: Chunk) -> bool:
-        """Run a stage, and return False if it failed or if another failure came first."""
+        """Run a stage, and return whether it succeeded without an earlier failure."""
         # Set before the check for failures, because after a failure the group of an idle stage is freed.
         stage_thread.is_inside = True
         if self._latch.error:
@@ -226,7 +233,9 @@ class StageThreads:
         self._watchdog.report(chunk.bucket.failed_in(stage, error), error)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """End the threads when their queues are empty, free the groups, and return the names of stages that do not end.
+        """End the stage threads, free their process groups, and return the names of stages that do not end.
+
+        Without a failure, the threads process all chunks in their queues first.
 
         Args:
             limit_s: Function that returns how many seconds from now a stage may still be waited for. It is called

@@ -1,4 +1,4 @@
-"""Four all-reduce algorithms for a flat tensor, each a sequence of stages.
+"""Four all-reduce algorithms for flat tensors, each implemented as a sequence of stages.
 
     flat            all_reduce
     parallel_flat   parallel_all_reduce, of chunks in several groups at the same time
@@ -40,7 +40,7 @@ from lightning_hybrid.comm.topology import Scope
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Stage of an all-reduce algorithm.
+    """One stage of an all-reduce algorithm, such as the reduction inside a node.
 
     Args:
         name: Name, which is unique over all algorithms. So a stage has one predecessor, and therefore one order of jobs
@@ -94,7 +94,8 @@ def _sum_across_(
 
     if job.by_backend:
         all_reduce = _ring  # NCCL chooses the form of its messages itself.
-    if job.num_owners > len(job.topology.node):  # Each rank of the group owns a part of the shard.
+    # Each rank of the group owns a sub-shard of the shard.
+    if job.num_owners > len(job.topology.node):
         all_reduce = gloo_p2p.scatter_reduce_
         if job.by_backend:
             all_reduce = node_exchange.scatter_across_
@@ -138,7 +139,7 @@ def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum shard r of the node's tensors on local rank r.
+    """Reduce-scatter the tensor within the node, so that local rank r holds the sum of shard r.
 
     On the CPU the shard is a view of `flat`, and on CUDA it is a new tensor.
     """
@@ -165,7 +166,7 @@ def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
     shard = job.shard
     if shard is None:
         shard = job.flat
-    if shard.numel() > 0:  # A small tensor may have no part for this rank.
+    if shard.numel() > 0:  # A small tensor may have no shard for this rank.
         _sum_across_(shard, job, group, _all_reduce_by_bytes)
 
 
@@ -224,21 +225,21 @@ EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
 
 
 def stages_by_name(name: Any) -> tuple[Stage, ...]:
-    """Return the stages of an all-reduce algorithm, or of an exchange of a sharded update."""
+    """Return the stages of an all-reduce algorithm, or of a collective of a sharded update."""
     if name in EXCHANGES:
         return EXCHANGES[name]
     return STAGES[name]
 
 
 def group_name(stage: Stage, column: int = 0) -> str:
-    """Return the name of a stage's process groups in a column. In the first column it is the name of the stage."""
+    """Return the name of a stage's process groups, with the column as a suffix from column 1 on."""
     if column == 0:
         return stage.name
     return f"{stage.name}.{column}"
 
 
 def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
-    """Return the scope of every stage of several algorithms, by the name of its process groups.
+    """Map the names of the process groups of several algorithms to the scopes of their stages.
 
     Args:
         columns: Number of independent sets of process groups for each algorithm.
@@ -257,6 +258,6 @@ def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
 
 
 def run_stage(stage: Stage, job: Job, group: dist.ProcessGroup | None) -> None:
-    """Run one stage of a job, unless there is no group or the tensor is empty."""
+    """Run one all-reduce stage of a job, unless this rank has no group or the tensor is empty."""
     if group is not None and job.flat.numel() > 0:
         stage.run(job, group)

@@ -1,4 +1,7 @@
-"""Engine of an elastic run. It sums over the ranks of the current view, and is closed between two views."""
+"""All-reduce engine of an elastic run, which covers the ranks of the current view.
+
+A view is the set of hosts that take part at a time. The engine is closed between two views.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
 
 
 class ViewEngine(CommEngine):
-    """`CommEngine` whose ranks change with the view of an elastic run.
+    """All-reduce engine whose set of ranks changes when hosts join or leave an elastic run.
 
     It accepts no buckets before the first `enter`. Until then its `topology` is that of the largest possible view.
     """
@@ -41,7 +44,7 @@ class ViewEngine(CommEngine):
         return super()._record(bucket)
 
     def enter(self, view: ViewGroups) -> None:
-        """Open the engine for sums over the ranks of a view.
+        """Open the engine for all-reduces over the ranks of a new view.
 
         Collective: every rank of the view must call it.
 
@@ -55,19 +58,19 @@ class ViewEngine(CommEngine):
         self._is_closed = False
 
     def wait(self) -> None:
-        """Wait until the device has finished all submitted sums.
+        """Wait until the device has finished all submitted all-reduces.
 
-        On CUDA this is necessary, because a future does not tell whether its sum is complete.
+        On CUDA this is necessary, because a future does not show whether its all-reduce is complete.
 
         Raises:
-            RuntimeError: A sum failed.
+            RuntimeError: An all-reduce failed.
         """
         if self._on_cuda:
             torch.cuda.current_stream(self.device).synchronize()
         self.raise_if_failed()
 
     def cut(self, reason: str) -> None:
-        """Fail all buckets in flight with `reason`, and end every wait in the groups of the view.
+        """Fail all buckets in flight with `reason`, and end every wait in the view's process groups.
 
         It may be called from any thread.
         """

@@ -1,4 +1,4 @@
-"""Process groups of a view, which is the set of hosts that an elastic run has at present.
+"""Process groups of a view, which is the current set of hosts of an elastic run.
 
 torch's default group holds the ranks of one host only. The groups of a view hold ranks of all its hosts.
 
@@ -47,7 +47,7 @@ _STUCK_GROUPS: list[list[dist.ProcessGroup]] = []
 
 
 class ViewGroups(CommGroups):
-    """Process groups of one view of an elastic run.
+    """Process groups over the hosts of one view of an elastic run.
 
     Collective: every rank of the view must create them.
 
@@ -97,7 +97,10 @@ class ViewGroups(CommGroups):
         self._cut_s = 0.0
 
     def open(self) -> None:
-        """Connect to the store, and create the group of all ranks. From then on `cut` may be called."""
+        """Connect to the view's store, and create the process group of all ranks.
+
+        From then on `cut` may be called.
+        """
         host, _, port = self._store_address.rpartition(":")
         # Only a client: the server ends with the rank that coordinates the view, or earlier.
         connect = partial(
@@ -158,7 +161,7 @@ class ViewGroups(CommGroups):
         return group
 
     def run(self, do: Callable[[], Any]) -> Any:
-        """Run a function that waits for other ranks, and return its result.
+        """Run a function that waits for other ranks and return its result, or raise if the view ends.
 
         Collective: every rank of the view must call it.
 
@@ -172,7 +175,7 @@ class ViewGroups(CommGroups):
             raise
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """Copy a tensor from the rank `source` into the tensors of all other ranks.
+        """Broadcast a tensor in place from the rank `source` to all other ranks of the view.
 
         Collective: every rank of the view must call it, in the same order.
 
@@ -184,7 +187,7 @@ class ViewGroups(CommGroups):
         self._wait(self._all.broadcast([tensor], options))
 
     def add_up(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks in place.
+        """All-reduce a tensor in place over all ranks of the view.
 
         Collective: every rank of the view must call it, in the same order.
 
@@ -213,7 +216,7 @@ class ViewGroups(CommGroups):
                 raise _LeftBehindError("comm: the view has ended")
 
     def cut(self) -> None:
-        """End all waits in the groups and for the store with an error.
+        """End all waits in the process groups and for the store with an error.
 
         It may be called from any thread. It does not wait for a group that is being created.
         """
@@ -225,9 +228,9 @@ class ViewGroups(CommGroups):
         self.abort(limit_s=ABORT_LIMIT_S)
 
     def abort(self, *, limit_s: float) -> list[str]:
-        """Abort the NCCL groups of this view, and return the names of groups that take longer than the limit.
+        """Abort the NCCL groups of this view, and return the names of groups that do not end in time.
 
-        It may be called from any thread.
+        The time limit is `limit_s` seconds. It may be called from any thread.
         """
         with self._aborting:
             groups = self._nccl_groups
@@ -253,7 +256,10 @@ class ViewGroups(CommGroups):
         return super()._give_up()
 
     def destroy(self) -> None:
-        """Free the groups, except stuck ones. After `cut`, NCCL groups are freed without waiting."""
+        """Destroy the process groups, except groups with a wait that does not end.
+
+        After `cut`, NCCL groups are released without waiting.
+        """
         if self.is_stuck:
             _STUCK_GROUPS.append(self._gloo_groups)
         if self._is_cut and self._backend == "nccl":
@@ -269,9 +275,9 @@ class _LeftBehindError(RuntimeError): ...
 
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
-    """Return the result of `do`, or raise an error when `is_over` returns True.
+    """Run a function in a thread, and return its result or raise once `is_over` returns True.
 
-    The function runs in a thread of its own, because `cut` cannot end every wait. NCCL and Gloo may wait for a
+    It needs a separate thread, because `cut` cannot end every wait. NCCL and Gloo may wait for a
     connection from a rank that was lost, and CUDA may wait for a kernel.
     """
     results: list[Any] = []
@@ -296,7 +302,10 @@ def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable
 
 
 def options_of_nccl(timeout: timedelta) -> Any:
-    """Return the options of an NCCL group that torch must not split from the default group, which has other ranks."""
+    """Return options for an NCCL group that torch must not split from the default group.
+
+    The default group holds other ranks.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options.lazy_init = True
     options._timeout = timeout
@@ -304,9 +313,9 @@ def options_of_nccl(timeout: timedelta) -> Any:
 
 
 class ViewWatch:
-    """Watchdog of a view, which compares buckets between ranks and fails the buckets in flight if one fails.
+    """Minimal watchdog of an elastic view, which compares buckets between ranks and reports failures.
 
-    Lost hosts are detected by the membership protocol.
+    It has no thread. The membership protocol detects lost hosts.
 
     Args:
         store: Store of the view.
@@ -318,10 +327,10 @@ class ViewWatch:
         self._latch = latch
 
     def start(self) -> None:
-        """Do nothing, because there is no thread."""
+        """Do nothing, because this watchdog has no thread."""
 
     def compare(self, key: str, value: str) -> str:
-        """Write `value` under `key` unless another rank was first, and return the value that the first rank wrote."""
+        """Write `value` to the store unless `key` is set, and return the value that the first rank wrote."""
         return str(self._store.compare_set(key, "", value).decode())
 
     def report(self, noticed: str, cause: Exception) -> None:
@@ -329,15 +338,15 @@ class ViewWatch:
         self._latch.trip(f"comm: {noticed}.", cause)
 
     def raise_alarm(self, error: str) -> str:
-        """Return the error unchanged. Other ranks are informed when this process ends."""
+        """Return the error unchanged, because other ranks are informed when this process ends."""
         return error
 
     def collect_status(self, noticed: str) -> str:
-        """Return the event as an error message, without asking other ranks."""
+        """Return an error message for the event, without asking other ranks for their status."""
         return f"comm: {noticed}."
 
     def leave(self) -> None:
-        """Do nothing, because no rank asks for the status."""
+        """Do nothing, because no rank asks for the status of another rank."""
 
 
 def _shut_clients_of(address: str) -> None:

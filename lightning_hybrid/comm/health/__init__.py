@@ -1,1 +1,1 @@
-"""Failure handling: the failure of one rank becomes an error on all ranks that names the failed rank."""
+"""Failure handling, which turns the failure of one rank into an error on all ranks that names it."""

@@ -1,4 +1,4 @@
-"""Abort of this process's communicators, so that kernels which wait for a failed rank end at once.
+"""Abort of all communicators of a process, which ends kernels that wait for a failed rank.
 
 When the host waits for its device, for example to print a loss, it waits for an NCCL kernel that spins until its peers
 join. Only an abort of that communicator from another thread ends the wait. The kernel may belong to any group,
@@ -28,10 +28,10 @@ _UNUSED_TAG = 0x4C48  # message tag that no rank ever sends with
 
 
 def abort_all(*, limit_s: float) -> list[str]:
-    """Abort all groups of this process that have a GPU communicator.
+    """Abort all process groups of this process that have a GPU communicator.
 
     Returns:
-        The names of the groups that are not aborted within the limit.
+        The names of the groups whose abort takes longer than `limit_s` seconds.
     """
     # All groups are aborted at the same time, because the abort of one may wait for the kernel of another one
     # (pytorch#119797). torch's `_abort_process_group` uses an NCCL group call for this. But such a call belongs to one
@@ -40,10 +40,10 @@ def abort_all(*, limit_s: float) -> list[str]:
 
 
 def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: float) -> list[str]:
-    """Abort groups, each in its own thread.
+    """Abort process groups concurrently, each in its own thread.
 
     Returns:
-        The names of the groups that are not aborted within the limit.
+        The names of the groups whose abort takes longer than `limit_s` seconds.
     """
     threads = []
     for name, group in groups:
@@ -61,7 +61,7 @@ def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: 
 
 
 def end_waits(group: dist.ProcessGroup) -> None:
-    """End every wait in a Gloo group with an error, on this rank and on the ranks that wait for it.
+    """Make all waits in a Gloo group fail, on this rank and on the ranks that wait for this rank.
 
     It may be called from any thread. Gloo closes all connections of a group when one wait exceeds its timeout, so this
     function waits for a message with a timeout of one millisecond. Shutting down the sockets would not be enough,
@@ -76,7 +76,10 @@ def end_waits(group: dist.ProcessGroup) -> None:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Remove an aborted group from torch's tables without waiting, as `destroy_process_group` would wait."""
+    """Unregister an aborted process group from torch without waiting for it.
+
+    `destroy_process_group` would wait.
+    """
     # ValueError: the default group was destroyed, and this group with it.
     with suppress(ValueError):
         if dist.is_initialized():
@@ -99,7 +102,10 @@ def _device_groups() -> Iterator[tuple[str, dist.ProcessGroup]]:
 
 
 def is_on_hosts(group: Any) -> bool:
-    """Return whether a group communicates GPU tensors through host memory. False if `group` is None."""
+    """Return whether a process group communicates GPU tensors through host memory, as with Gloo.
+
+    The result is False if `group` is None.
+    """
     if group is None:
         return False
     return _is_host_backend(group._get_backend(torch.device("cuda")))

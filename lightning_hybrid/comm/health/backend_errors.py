@@ -1,4 +1,4 @@
-"""Recognition of errors raised by torch's collectives and stores, which another rank may have caused.
+"""Classification of errors of torch's collectives and stores, which another rank may have caused.
 
 Stores raise subclasses of `torch.distributed.DistError`, and NCCL raises `DistBackendError`. Gloo raises plain
 `RuntimeError`s, and an error of any type becomes one if it passes through a callback or through autograd. Such errors
@@ -35,7 +35,7 @@ _PHRASES = re.compile(
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Return whether an error comes from a backend's collective or from a store, and not from the user's code.
+    """Return whether an error was raised by a torch collective or store rather than by user code.
 
     >>> is_of_a_collective(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
     True
@@ -48,12 +48,18 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def comes_from_others(error: BaseException) -> bool:
-    """Return whether an error of a collective, a store or this package reports that another rank is the cause."""
+    """Return whether an error shows that another rank may be the cause.
+
+    Such errors come from a collective, from a store, or from this package's comparison of buckets.
+    """
     return isinstance(error, OrderError) or is_of_a_collective(error)
 
 
 def failed_wait(error: BaseException | None) -> BaseException | None:
-    """Return the error of a collective, or of all ranks, in the chain of causes of an error, if there is one."""
+    """Return the first communication error in the chain of causes of an error, or None.
+
+    Communication errors are those of a collective or a store, and this package's errors that are common to all ranks.
+    """
     while error is not None:
         if is_of_a_collective(error) or "comm: " in str(error):
             return error

@@ -1,4 +1,4 @@
-"""Comparison of everything that must be equal on all ranks: software, communication plan and topology."""
+"""Check that all ranks have the same software versions, communication plan and topology."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_hybrid.comm.topology import Topology, host_identity
 
 
 class OrderError(RuntimeError):
-    """Error raised when ranks submit different tensors, or submit them in a different order."""
+    """Error raised when ranks submit different tensors to the all-reduce, or in a different order."""
 
 
 def hash_of_sources(package: Path) -> str:
-    """Return a hash of a package's source files on disk: twelve hexadecimal digits."""
+    """Return a hash of a package's Python source files as twelve hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         relative_path = str(path.relative_to(package))
@@ -36,7 +36,7 @@ SOURCES = hash_of_sources(Path(__file__).resolve().parents[2])
 
 
 def software() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks.
+    """Return the versions of torch and this package, which must be equal on all ranks.
 
     >>> sorted(software())
     ['lightning_hybrid', 'torch']
@@ -52,7 +52,7 @@ def compare_plans(
     group: dist.ProcessGroup | None = None,
     compared: Mapping[str, object] | None = None,
 ) -> tuple[str, list[str], list[list[str]]]:
-    """Compare software, plan and topology over all ranks of a group.
+    """Raise if software versions, communication plan or topology differ between the ranks of a group.
 
     Collective: every rank of the group must call it, in the same order.
 
@@ -60,7 +60,7 @@ def compare_plans(
         plan: Communication plan of this rank.
         topology: Topology as this rank sees it.
         device: Device of the gradients. Its type is compared.
-        across_nodes: Dtype, or codec, of the sums between nodes.
+        across_nodes: Dtype, or codec, of reductions between nodes.
         group: Process group. None: WORLD.
         compared: Further values to compare, by name.
 
@@ -69,7 +69,7 @@ def compare_plans(
         that host.
 
     Raises:
-        ValueError: Software or plan differ. Raised on every rank, with the names that differ.
+        ValueError: Software, plan or topology differ. Raised on every rank, with the names that differ.
     """
     # Only builtin types are sent, because ranks with different versions of this package must be able to unpickle them.
     setup = {

@@ -1,8 +1,8 @@
-"""Detection of a CUDA device that is busy or waits for long, by events that are polled.
+"""Detection of a CUDA device that makes no progress for a long time, by polling events.
 
 An NCCL kernel that waits for a failed rank spins, whether it belongs to a bucket's all-reduce, a pipeline stage or a
 metric. So the watchdog's thread records an event after the work that the training thread has launched. Four times a
-second it checks whether the device has passed the event. If not, the device still computes, or waits.
+second it checks whether the device has passed the event. If not, the device is still computing or waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOOK_LIMIT_S = 1.0
 
 
 class DeviceWaits:
-    """Detector of waits of a CUDA device.
+    """Detector of hangs of a CUDA device, which polls an event on the current stream.
 
     Args:
         device: CUDA device. The current stream of the thread that creates the detector is watched.
@@ -33,7 +33,10 @@ class DeviceWaits:
         self._query_thread: threading.Thread | None = None
 
     def stalled_s(self) -> float:
-        """Query the device, and return the age in seconds of the event that it has not passed, or 0."""
+        """Poll the device, and return for how many seconds it has not passed the current event.
+
+        The result is 0 if the device has passed all events.
+        """
         thread = self._query_thread
         if thread is None or not thread.is_alive():
             thread = threading.Thread(target=self._query, name="comm-look", daemon=True)
@@ -64,7 +67,10 @@ class DeviceWaits:
 
 
 def is_any_captured() -> bool:
-    """Return whether the current stream, or the stream of `torch.cuda.graph` in any thread, is being captured."""
+    """Return whether a CUDA graph capture is in progress.
+
+    It checks the current stream, and the stream of `torch.cuda.graph` in any thread.
+    """
     # During a capture, CUDA by default forbids event queries in all threads, and a query would end the capture.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return True

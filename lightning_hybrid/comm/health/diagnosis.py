@@ -1,4 +1,4 @@
-"""Diagnosis of a collective that does not end, which finds the rank that causes it by the status of every rank."""
+"""Diagnosis of a hanging collective, which finds the rank at fault from the status of every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_PLACES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Progress and current activity of a rank.
+    """Communication progress and current activity of one rank.
 
     Args:
         num_submitted: Number of buckets submitted since the engine was created.
@@ -47,12 +47,12 @@ class RankStatus:
     liveness: Mapping[str, Liveness] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Write the status as JSON, for the store."""
+        """Return the status as a JSON string, for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
-        """Read the status that `to_json` wrote."""
+        """Create a status from a JSON string that `to_json` returned."""
         values = json.loads(text)
         liveness = {}
         for address, (word, heard_s) in values["liveness"].items():
@@ -68,7 +68,9 @@ def diagnose(
     hosts: Sequence[str] = (),
     addresses: Sequence[Sequence[str]] = (),
 ) -> str:
-    """Return the error message for all ranks, which names the cause of a failure and the event that was noticed.
+    """Return an error message for all ranks that names the cause of a communication failure.
+
+    The message also names the event that was noticed.
 
     Args:
         noticed: Event that led to the diagnosis, and the rank that noticed it.
@@ -90,8 +92,8 @@ def diagnose(
     different_order = _describe_different_order(present)
     behind = _ranks_behind(present)
     absent = _ranks_outside(present)
-    # The order of the tests matters, because a failed rank makes others look late, and a late rank makes others wait. A
-    # rank with a different order may also have submitted a different number of buckets.
+    # The order of the checks matters, because a failed rank makes other ranks look late, and a late rank makes other
+    # ranks wait. A rank with a different order may also have submitted a different number of buckets.
     if silent:
         blame = _describe_silent(silent, statuses, hosts, addresses)
     elif left:
@@ -111,7 +113,7 @@ def diagnose(
 
 
 def _ranks_behind(present: Mapping[int, RankStatus]) -> list[int]:
-    """Return the ranks that submitted fewer buckets than others and can be the cause."""
+    """Return the ranks that submitted fewer buckets than other ranks and may have caused the failure."""
     most = _most_submitted(present)
     behind = [rank for rank, status in present.items() if status.num_submitted < most]
 
@@ -127,8 +129,8 @@ def _ranks_behind(present: Mapping[int, RankStatus]) -> list[int]:
 
 
 def _ranks_outside(present: Mapping[int, RankStatus]) -> list[int]:
-    """Return the ranks outside of every collective that still have a bucket in flight."""
-    # A rank without a bucket in flight has done its part of the buckets that others wait for.
+    """Return the ranks that are not inside a collective, preferably those with a bucket in flight."""
+    # A rank without a bucket in flight has finished the buckets that other ranks wait for.
     busy = [rank for rank, status in present.items() if not status.place.startswith(IDLE)]
     candidates = busy or list(present)
     return [rank for rank in candidates if not present[rank].is_inside]
@@ -149,7 +151,7 @@ def _describe_behind(behind: Sequence[int], present: Mapping[int, RankStatus]) -
 
 
 def _describe_wait(absent: Sequence[int], present: Mapping[int, RankStatus]) -> str:
-    """Describe a wait in which all ranks answer and have submitted the same buckets."""
+    """Describe a hang in which all ranks answer and have submitted the same buckets."""
     if absent and len(absent) < len(present):
         verb = _verb_for(absent, "does", "do")
         return (
@@ -172,9 +174,9 @@ def _describe_wait(absent: Sequence[int], present: Mapping[int, RankStatus]) -> 
 
 
 def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
-    """Return whether the collectives in flight cannot end.
+    """Return whether the collectives in flight can never finish.
 
-    This is so if a rank does not answer, has closed its engine, or has submitted other buckets.
+    This is the case if a rank does not answer, has closed its engine, or has submitted different buckets.
 
     >>> here = RankStatus(num_submitted=1, order="a", place=IDLE, recent=("x",))
     >>> is_lost([here, here]), is_lost([here, None])
@@ -194,7 +196,7 @@ def _describe_silent(
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Describe the ranks that do not answer, and the state of their hosts if other ranks know it."""
+    """Describe the ranks that do not answer, with the state of their hosts if it is known."""
     states = [_state_of_host(rank, statuses, hosts, addresses) for rank in silent]
     descriptions = []
     for state, ranks in grouped(zip(states, silent, strict=True)).items():
@@ -214,7 +216,7 @@ def _state_of_host(
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Describe the state of a silent rank's host as other ranks see it, or return an empty string if it is unknown.
+    """Describe the state of a silent rank's host, or return an empty string if it is unknown.
 
     If all ranks of a host are silent, other ranks may know whether the host is alive. If other ranks of the host
     answer, or if no rank knows anything, a silent rank may be dead, stopped or unreachable.
@@ -238,7 +240,7 @@ def _state_of_host(
 
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a sentence that names the host of each of these ranks, or of all ranks if `ranks` is empty.
+    """Return a sentence that names the hosts of the given ranks, or of all ranks if none are given.
 
     The sentence is empty if the hosts are not known.
     """
@@ -259,10 +261,10 @@ def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _describe_different_order(statuses: Mapping[int, RankStatus]) -> str | None:
-    """Describe the first bucket that differs between ranks, with the ranks that submitted it.
+    """Describe the first bucket that differs between ranks, or return None if there is no difference.
 
     Each rank remembers only its latest records, which are compared by their position in the order of all submitted
-    buckets. An older difference shows in the hashes of all submitted buckets.
+    buckets. The hashes of all submitted buckets reveal an older difference.
     """
     first_position = {}  # position of the oldest record that a rank remembers
     for rank, status in statuses.items():
@@ -309,7 +311,7 @@ def _describe_places(statuses: Mapping[int, RankStatus]) -> str:
 
 
 def grouped(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
-    """Group ranks by key. Keys and ranks keep the order of the pairs."""
+    """Group (key, rank) pairs by key, in the order of the pairs."""
     ranks_by_key: dict[Key, list[int]] = {}
     for key, rank in pairs:
         ranks_by_key.setdefault(key, []).append(rank)
@@ -317,7 +319,7 @@ def grouped(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the names of ranks, such as `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3 and 12 more`."""
+    """Format a list of ranks, such as `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3 and 12 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= _MAX_RANKS:
@@ -333,7 +335,7 @@ def _verb_for(ranks: Sequence[int], singular: str, plural: str) -> str:
 
 
 def differing(values_by_rank: Sequence[dict[str, Any]]) -> str:
-    """Describe the differences between dictionaries that should be equal on all ranks, or return an empty string.
+    """Describe the entries in which the dictionaries of all ranks differ, or return an empty string.
 
     >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
     '`b` is 2 on ranks 0, 2 and 3 on rank 1'

@@ -1,8 +1,8 @@
-"""Rates of this rank's TCP connections to other nodes, measured while they have something to send.
+"""Bandwidth of this rank's TCP connections to other nodes, measured only while data is being sent.
 
-    rate = bytes acknowledged / time with data that is not acknowledged yet, less time in which the receiver took none
+    rate = bytes acknowledged / (time with unacknowledged data - time in which the receiver accepted no data)
 
-The kernel counts both (`tcp_info.py`), so a rank that sends late is no slow link.
+The kernel counts bytes and times (`tcp_info.py`), so a rank that sends late does not look like a slow link.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MIN_SENDING_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRate:
-    """Rate of the connections to another node.
+    """Measured bandwidth of this rank's connections to another node.
 
     Attributes:
-        bytes_per_s: Bytes per second while sending.
-        node: The other node, or -1 if nothing was measured.
+        bytes_per_s: Bytes per second while data is being sent.
+        node: Index of the other node, or -1 if nothing was measured.
     """
 
     bytes_per_s: float
@@ -38,7 +38,7 @@ _Counts = tuple[int, float]  # bytes acknowledged, seconds of sending
 
 
 class LinkRates:
-    """Counters of the connections to other nodes.
+    """Bandwidth meter of this rank's TCP connections to other nodes.
 
     Args:
         node_of_address: Node of each address of another node.
@@ -51,10 +51,12 @@ class LinkRates:
             self._last = self._read()
 
     def take_slowest(self, num_steps: int) -> LinkRate:
-        """Return the rate of the slowest connection since the last call, among the nodes that most bytes went to.
+        """Return the bandwidth to the slowest other node since the last call.
+
+        Nodes that received far fewer bytes than others are ignored (see `slowest_rate`).
 
         Args:
-            num_steps: Number of steps since then.
+            num_steps: Number of steps since the last call.
         """
         if not self._node_of_address:
             return UNKNOWN_LINK
@@ -83,11 +85,13 @@ def _key_of(connection: TcpConnection) -> tuple[str, int, int]:
 
 
 def slowest_rate(by_node: Mapping[int, _Counts], *, num_steps: int) -> LinkRate:
-    """Return the lowest rate among the nodes that got at least half as many bytes as the one with most.
+    """Return the lowest bandwidth to a node, ignoring nodes that received far fewer bytes.
+
+    A node counts if it received at least half as many bytes as the node with the most bytes.
 
     Args:
-        by_node: Bytes and seconds of sending, by node.
-        num_steps: Number of steps in which they were sent.
+        by_node: Number of bytes sent to each node, and seconds of sending.
+        num_steps: Number of steps in which the bytes were sent.
 
     >>> slowest_rate({1: (8_000_000, 0.5), 2: (6_000_000, 1.0), 3: (1_000, 0.5)}, num_steps=10)
     LinkRate(bytes_per_s=6000000.0, node=2)
@@ -105,7 +109,9 @@ def slowest_rate(by_node: Mapping[int, _Counts], *, num_steps: int) -> LinkRate:
 
 
 def node_of_addresses(addresses: Mapping[int, set[str]], *, own_node: int) -> dict[str, int]:
-    """Return the node of each address, without addresses of several nodes or of this one.
+    """Map the IP addresses of other nodes to node indices, without ambiguous addresses.
+
+    An address is ambiguous if several nodes have it.
 
     Args:
         addresses: Addresses of each node, by node.

@@ -1,4 +1,4 @@
-"""Questions through the store, by which ranks check that all ranks are alive while a bucket is in flight for long.
+"""Liveness checks through the store, for ranks that wait a long time for a bucket.
 
 Over Gloo, a dead rank's connections break and the collective raises an error. An NCCL kernel that waits for a dead rank
 on the same node waits forever. So a rank that has waited for some seconds puts a numbered question into the store, and
@@ -36,10 +36,10 @@ def collect(
     wait: Callable[[float], bool],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[RankStatus | None]:
-    """Wait for the status of every rank, and return it, with None for ranks whose status is missing.
+    """Wait until every rank has written its status to the store, and return all statuses.
 
-    The wait ends when every status is in the store, when an error is in the store, when the limit is exceeded, or when
-    `wait` returns True.
+    The status is None for ranks whose status is missing. The wait also ends when an error is in the store, when the
+    limit is exceeded, or when `wait` returns True.
 
     Args:
         store: Store that holds the statuses.
@@ -86,7 +86,7 @@ def _first_key_in(store: dist.Store, keys: Sequence[str]) -> str | None:
 
 
 class Presence:
-    """One rank's part in the questions: it asks all ranks of its engine for their status, and answers them.
+    """Liveness check that asks all ranks for their status and answers the requests of other ranks.
 
     Args:
         store: Store for questions and answers.
@@ -116,7 +116,7 @@ class Presence:
         self._num_in_a_row = 0  # number of questions of any rank since this rank began to wait
 
     def answer(self) -> None:
-        """Answer every new question."""
+        """Write this rank's status to the store for each new status request."""
         while self._ask(lambda: self._store.check([f"question/{self._num_answered}"])):
             self._ask(partial(self._answer, f"answer/{self._num_answered}/{self._rank}"))
             self._num_answered += 1
@@ -126,9 +126,9 @@ class Presence:
         self._store.set(key, self._status().to_json())
 
     def is_time_to_ask(self, stalled_s: float) -> bool:
-        """Return whether this rank should ask a question now.
+        """Return whether this rank has waited long enough to ask all ranks for their status.
 
-        Low ranks ask first, so that only few ranks ask.
+        Low ranks ask first, so that only a few ranks ask.
         """
         if stalled_s < ASK_AFTER_S:
             self._num_in_a_row = 0

@@ -1,4 +1,4 @@
-"""Description of the first tensor that differs between ranks which should hold equal tensors."""
+"""Description of the first tensor that differs between replicas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAX_HOSTS = 3
 
 
 class ReplicaDriftError(RuntimeError):
-    """Error raised when replicas of one model hold different weights, master weights or optimizer state."""
+    """Error raised when replicas of a model differ in weights, master weights or optimizer state."""
 
 
 def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """Describe the first tensor that differs between ranks, with the ranks and hosts of each value.
+    """Describe the first tensor that differs between ranks, with the ranks and hosts that differ.
 
     Args:
         values_by_rank: Fingerprint of each named tensor, one dictionary per rank. At least one name must differ.
@@ -47,10 +47,10 @@ def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[s
 
 
 def names_that_differ(values_by_rank: Sequence[dict[str, int]]) -> list[str]:
-    """Return the names of the tensors that differ between the ranks that should hold them.
+    """Return the names of the tensors that differ between ranks which should hold equal values.
 
-    A rank that lacks a tensor counts as different. A rank that lacks a part of a tensor does not, because other ranks
-    hold that part.
+    A rank that lacks a tensor counts as different. A rank that lacks a shard of a tensor does not, because other ranks
+    hold that shard.
 
     >>> names_that_differ([{"`a`": 1, "elements 0 to 4 of `b`": 2}, {"`a`": 1, "elements 4 to 8 of `b`": 3}])
     []
@@ -68,7 +68,10 @@ def names_that_differ(values_by_rank: Sequence[dict[str, int]]) -> list[str]:
 def _values_and_ranks(
     values_by_rank: Sequence[dict[str, int]], name: str
 ) -> list[tuple[int | None, int]]:
-    """Return pairs (value, rank) for every rank that should hold a tensor. The value is None if the rank lacks it."""
+    """Return (value, rank) pairs for all ranks that should hold a tensor.
+
+    The value is None if the rank lacks the tensor.
+    """
     is_part = name.startswith(PART)
     pairs = []
     for rank, values in enumerate(values_by_rank):

@@ -1,9 +1,9 @@
-"""State of TCP connections in the kernel, which shows whether a silent host is unreachable, slow or stopped.
+"""Kernel state of TCP connections, which shows whether a silent host is unreachable, slow or stopped.
 
-A rank that does not answer a question may be dead, stopped, or behind a slow link. Further questions cannot tell these
-cases apart, but TCP can: the kernel of a host acknowledges data sent to it, whatever its processes do, and it closes
-the connections of a process that died. So if a rank does not answer, the kernel is asked for the state of every TCP
-connection.
+A rank that does not answer a question may be dead, stopped, or behind a slow link. Further questions cannot distinguish
+these cases, but TCP can. The kernel of a host acknowledges data sent to it, whatever its processes do, and it closes
+the connections of a process that died. So if a rank does not answer, the state of every TCP connection is read from the
+kernel.
 
     sent data is not acknowledged, and nothing was heard since the wait began   cut     host or link is down
     sent data is not acknowledged, but something was heard                      slow    host is alive, link is slow
@@ -46,7 +46,7 @@ Liveness = tuple[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class TcpConnection:
-    """State of one TCP connection, as seen from this end.
+    """Kernel state of one TCP connection, as seen from this host.
 
     Args:
         peer: Address of the other end.
@@ -57,7 +57,7 @@ class TcpConnection:
         is_waiting: Whether sent data is not acknowledged yet.
         local_port: Port of this end.
         acked_bytes: Bytes that the other end has acknowledged so far. 0: unknown.
-        sending_s: Seconds so far in which data was on its way and the receiver had room.
+        sending_s: Total time in seconds in which data was in transit and the receiver had buffer space.
     """
 
     peer: str
@@ -72,7 +72,7 @@ class TcpConnection:
 
 
 def tcp_connections() -> list[TcpConnection]:
-    """Return every TCP connection of this process, or an empty list if the kernel does not report them."""
+    """Return the state of all TCP connections of this process, or an empty list if it is not available."""
     # With `socket.setdefaulttimeout`, wrapping a descriptor would make it non-blocking for its owner as well.
     if socket.getdefaulttimeout() is not None:
         return []
@@ -137,7 +137,7 @@ def _plain(address: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return the local addresses of this process's connections, except loopback addresses."""
+    """Return the local IP addresses of this process's TCP connections, except loopback addresses."""
     addresses = {connection.local for connection in tcp_connections()}
     return sorted(addresses - {"127.0.0.1", "::1"})
 
@@ -145,11 +145,11 @@ def own_addresses() -> list[str]:
 def liveness_by_address(
     connections: Iterable[TcpConnection], *, waited_s: float
 ) -> dict[str, Liveness]:
-    """Return the liveness of each address to which a connection is open.
+    """Return the liveness of each remote address to which a TCP connection is open.
 
     Args:
         connections: Connections to judge. Closed ones are ignored.
-        waited_s: Seconds for which this rank has waited for these addresses.
+        waited_s: Seconds for which this rank has waited for an answer from these addresses.
     """
     liveness: dict[str, Liveness] = {}
     for connection in connections:
@@ -175,9 +175,10 @@ def _word_for(connection: TcpConnection, waited_s: float) -> str:
 
 
 def most_telling(reports: Sequence[Liveness | None]) -> Liveness | None:
-    """Combine several reports on one host to its most informative word and the shortest time since it was heard.
+    """Combine several liveness reports on one host into the most informative one.
 
-    The result is None if every report is None.
+    The result has the most informative word of all reports, and the shortest time since the host was heard. It is None
+    if every report is None.
 
     >>> most_telling([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), most_telling([None])
     (('slow', 3.0), None)
@@ -196,7 +197,7 @@ def _combined(states: Sequence[Liveness]) -> Liveness:
 
 
 def describe_liveness(liveness: Liveness, *, host: str) -> str:
-    """Describe the state of a host whose ranks do not answer."""
+    """Describe in words the state of a host whose ranks do not answer."""
     word, heard_s = liveness
     if word == "slow":
         return (

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: 64-bit hashes of a tensor's bytes, computed on its device.
+"""Fingerprints of tensors, which are 64-bit hashes computed on the tensor's device.
 
 A tensor's bytes are read as 32-bit integers s, and summed with fixed random odd 64-bit weights m, in rows of 2**14:
 
@@ -29,9 +29,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Fingerprint:
-    """Fingerprint function for tensors.
+    """Hash function that computes a 64-bit fingerprint of a tensor on its device.
 
-    A fingerprint is computed on its tensor's device. The weights are the same everywhere, so fingerprints can be
+    The weights are the same everywhere, so fingerprints can be
     compared between processes, and between machines of the same byte order. They take 128 KiB for each level and
     device.
 
@@ -45,10 +45,10 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fingerprint of a dense tensor, 0-dim int64, on the tensor's device, without waiting for it.
+        """Return the fingerprint of a dense tensor as a 0-dim int64 tensor on the same device.
 
-        Elements are hashed in memory order, so two tensors are comparable only if their strides are equal. Shape and
-        dtype are not hashed. A nan is hashed by its bits.
+        The host does not wait for the device. Elements are hashed in memory order, so two tensors are comparable only
+        if their strides are equal. Shape and dtype are not hashed. A nan is hashed by its bits.
         """
         # Integers are summed, because float additions round, and differences of opposite sign could cancel.
         level = 0
@@ -59,12 +59,15 @@ class Fingerprint:
         return sums[0]
 
     def combine(self, fingerprints: list[Tensor]) -> Tensor:
-        """Combine several fingerprints, in order, into one fingerprint, 0-dim int64."""
+        """Combine a list of fingerprints into one fingerprint that depends on their order."""
         moved = [fingerprint.to(self.device, non_blocking=True) for fingerprint in fingerprints]
         return self.of(torch.stack(moved))
 
     def _sum_rows(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each row of `_ROW` integers. The last row may be shorter."""
+        """Return the weighted sum of each row of `_ROW` integers.
+
+        The last row may be shorter.
+        """
         numel_in_rows = values.numel() // _ROW * _ROW
         rows = values[:numel_in_rows].view(-1, _ROW)
         remainder = values[numel_in_rows:]
@@ -95,7 +98,7 @@ class Fingerprint:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as a flat tensor of the widest integers, up to 32 bits, that fit its size."""
+    """Return a tensor's bytes as a flat tensor of integers, with 32 bits if its size allows it."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         flat = tensor.view(-1)

@@ -1,7 +1,7 @@
-"""Current position of a thread, which is inside a torch collective or in user code.
+"""Description of the code that a thread is executing, such as a torch collective or user code.
 
-The position is read from the thread's stack, which costs the thread nothing. So every wait for other ranks is known,
-including waits in Lightning, torchmetrics and user code, without wrapping their functions.
+It is read from the thread's stack, which costs the thread nothing. So every wait for other ranks is detected, including
+waits in Lightning, torchmetrics and user code, without wrapping their functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Describe the position of a thread, and return whether it is inside a torch collective.
+    """Return a description of a thread's current code location, and whether it is in a collective.
 
     Args:
         thread: `ident` of the thread.
@@ -32,7 +32,7 @@ def place_of(thread: int) -> tuple[str, bool]:
 
 
 def place_of_error(error: BaseException) -> str:
-    """Describe the position in the code at which an error was raised, in the words of `place_of`."""
+    """Describe the code location at which an error was raised."""
     last_frame = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         last_frame = frame
@@ -73,7 +73,7 @@ def _is_in_collective(code: CodeType) -> bool:
 
 
 def _is_library(code: CodeType) -> bool:
-    """Return whether code belongs to the standard library, torch, or no file."""
+    """Return whether code belongs to the standard library or torch, or comes from no file."""
     file = code.co_filename
     if file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file:
         return True

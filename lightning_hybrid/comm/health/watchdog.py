@@ -1,9 +1,9 @@
 """Watchdog of one rank, which quickly turns a failure on any rank into the same error on every rank.
 
 A wait in Gloo ends only with its group, so a rank that waits for a dead rank would wait for the group's timeout (30
-minutes by default). So every rank has a thread that looks for an alarm in the rendezvous store:
+minutes by default). So every rank has a thread that checks the rendezvous store for an alarm:
 
-    a stage raises an error         the rank writes the error; all others read it and fail with the same message
+    a stage raises an error         the rank writes the error; other ranks read it and fail with the same message
     a collective raises an error    another rank is the cause: this rank asks for the status of all ranks, every
                                     watchdog answers, and `diagnose` names the rank that does not answer, has closed
                                     its engine, or is behind
@@ -46,7 +46,9 @@ COMPARE_LIMIT_S = 60.0
 
 
 class Watchdog:
-    """Watchdog of one rank, through which the rank reports errors to all. Its thread runs from `start` to `leave`.
+    """Watchdog thread of one rank, which reports failures to all ranks through the rendezvous store.
+
+    The thread runs from `start` to `leave`.
 
     Args:
         store: Store with keys of this engine only. Only this class uses it, because a store's client serves one thread
@@ -58,7 +60,7 @@ class Watchdog:
             in flight.
         give_up_after_s: Seconds that a bucket may be in flight. None: collectives raise errors themselves, as with
             Gloo.
-        hosts, addresses: Name of every rank's host, and the addresses under which others know it, for messages.
+        hosts, addresses: Name of every rank's host, and the addresses under which other hosts know it, for messages.
     """
 
     def __init__(
@@ -97,16 +99,16 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="comm-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, unless there is only one rank."""
+        """Start the watchdog thread, unless there is only one rank."""
         if self._world_size > 1:
             self._thread.start()
 
     def compare(self, key: str, value: str) -> str:
-        """Write `value` under `key` unless another rank was first, and return the value that the first rank wrote."""
+        """Write `value` to the store unless `key` is set, and return the value that the first rank wrote."""
         return self._ask(lambda: self._first(key, value), limit_s=COMPARE_LIMIT_S)
 
     def report(self, noticed: str, cause: Exception) -> None:
-        """Fail on every rank because a stage raised an error on this rank."""
+        """Report an error of a stage on this rank, and fail all buckets in flight on every rank."""
         if comes_from_others(cause):
             error = self.collect_status(noticed)
         else:
@@ -114,15 +116,15 @@ class Watchdog:
         self._watched.trip(error, cause)
 
     def raise_alarm(self, error: str) -> str:
-        """Write this rank's error for all ranks, and return the error that all ranks report.
+        """Publish this rank's error to all ranks, and return the error that all ranks report.
 
-        An earlier error of another rank takes precedence.
+        An error that another rank has published earlier takes precedence.
         """
         error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)
         return self._agreed(lambda: self._write_error(error), error)
 
     def collect_status(self, noticed: str) -> str:
-        """Ask for the status of every rank, write a diagnosis for all ranks, and return the error that all report."""
+        """Ask all ranks for their status, publish a diagnosis, and return the error that all ranks report."""
         if self._world_size == 1:
             return f"comm: {noticed}."
 
@@ -134,7 +136,7 @@ class Watchdog:
         return self._agreed(write_diagnosis, f"comm: {noticed}.")
 
     def leave(self) -> None:
-        """End the thread, and write a status that tells other ranks that this rank has closed its engine."""
+        """End the watchdog thread, and announce to other ranks that this rank has closed its engine."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -222,7 +224,7 @@ class Watchdog:
         )
 
     def _check_presence(self, stalled_s: float) -> None:
-        """Answer the questions of other ranks, and ask all ranks if this one has waited long enough."""
+        """Answer status requests of other ranks, and ask all ranks if this rank has waited too long."""
         if self._give_up_after_s is None or self._ended.is_set():
             return
         self._presence.answer()
@@ -257,7 +259,7 @@ class Watchdog:
         self._store.set(f"status/{self._rank}", self._status_and_liveness().to_json())
 
     def _store_failed(self, error: Exception) -> str:
-        """Describe a failure of the store, with the state of its host if the kernel knows it."""
+        """Describe a failure of the rendezvous store, with the state of its host if it is known."""
         liveness = self._liveness_of_store()
         host = "of rank 0"
         if self._hosts:
@@ -275,7 +277,7 @@ class Watchdog:
         )
 
     def _liveness_of_store(self) -> tcp_info.Liveness | None:
-        """Return the state of the store's host. It is alive if any connection to it shows a sign of life."""
+        """Return the liveness of the store's host, combined over all connections to the host."""
         waited_s = max(self._watched.stalled_s(), STORE_LIMIT_S)
         port = store_port()
         connections = tcp_info.tcp_connections()
@@ -306,7 +308,7 @@ class Watchdog:
         )
 
     def _agreed(self, request: Callable[[], str], fallback: str) -> str:
-        """Return the error that all ranks report.
+        """Publish an error, and return the error that all ranks report.
 
         Args:
             request: Function that writes an error into the store, and returns the error that was written first.
@@ -353,7 +355,10 @@ class Watchdog:
 
 
 def short(error: BaseException) -> str:
-    """Return the type and the first line of an error, without the C++ stack that torch's store errors contain."""
+    """Return the type and the first line of an error.
+
+    This omits the C++ stack that torch's store errors contain.
+    """
     first_line = ""
     lines = str(error).splitlines()
     if lines:
@@ -362,14 +367,14 @@ def short(error: BaseException) -> str:
 
 
 def private_store(prefix: str) -> dist.Store:
-    """Return the default process group's store with a prefix, so that keys of engines do not collide."""
+    """Return the default process group's store with a key prefix, so that engines do not share keys."""
     # The store's client serves one thread at a time. A clone would not wait for other threads, but it costs a
     # connection per rank. If host names resolve slowly, the store's host blocks for seconds at each connection.
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
 def store_port() -> int | None:
-    """Return the TCP port of the default process group's store, or None if the store is not a server."""
+    """Return the TCP port of the default process group's store, or None if it is not a TCP store."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,1 +1,1 @@
-"""Statistics of communication: bytes and seconds of buckets, phases of a step, rates of links, and the timeline."""
+"""Communication statistics, with the traffic and times of buckets, step phases and a timeline."""

@@ -1,4 +1,4 @@
-"""Bytes that an all-reduce sends over a node's links, and the lower bound for any algorithm."""
+"""Traffic of all-reduce algorithms on a node's links, and the lower bound for any algorithm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lightning_hybrid.comm.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of one all-reduce on the links of the busiest node, in one direction and without headers.
+    """Number of bytes that one all-reduce sends over the links of the busiest node.
+
+    Bytes are counted in one direction and without headers.
 
     Args:
         least_across: Bytes that any algorithm must send from a node to other nodes.
@@ -25,7 +27,7 @@ class Traffic:
     inside: float = 0.0
 
     def without_gather(self, scope: Literal["node", "world"]) -> Traffic:
-        """Return the traffic of a sum of which each rank gets only a part.
+        """Return the traffic without the final gather, so that each rank holds only one shard of the sum.
 
         Args:
             scope: Ranks that share the sum: the ranks of a node, or all ranks.
@@ -47,7 +49,7 @@ def traffic_of(
     num_bytes_across: float | None = None,
     is_ring: bool = True,
 ) -> Traffic:
-    """Return the bytes on the links of the busiest node for one all-reduce.
+    """Return the number of bytes that one all-reduce sends over the links of the busiest node.
 
     The formulas use P ranks on N nodes, k ranks on the largest node, S = `num_bytes` and A = `num_bytes_across`:
 
@@ -66,7 +68,7 @@ def traffic_of(
         world_gather,     across = (N - 1) / N S                   each rank's 1 / P to equal local ranks, then as
         world_collect                                              node_gather; or directly to rank zero
 
-    A codec uses no ring. Each rank sends one part to each other rank, and then the sum of its own part. With one rank
+    A codec uses no ring. Each rank sends one shard to each other rank, and then the sum of its own shard. With one rank
     of each node in a group, the bytes are the same as above. With several ranks on a node, `flat` and `parallel_flat`
     send
 
@@ -75,15 +77,15 @@ def traffic_of(
     `e` is 1 if ranks are numbered node by node, and k if ranks are assigned to nodes in turn. On one node A is S.
     Adasum sends as much as `hierarchical`. The formulas describe the algorithms on the CPU, because NCCL has its own
     rings. They ignore the checksum of a step, fractions of a KiB, the inner products of Adasum, and with a codec the
-    shorter last part of a chunk. They also ignore that chunks of few KiB, which each node sends to all others
+    shorter last shard of a chunk. They also ignore that chunks of few KiB, which each node sends to all other nodes
     (`between_nodes_form`), cost N / 2 times `across`.
 
     Args:
-        algorithm: All-reduce algorithm, or exchange of a sharded update.
+        algorithm: All-reduce algorithm, or collective of a sharded update.
         topology: Topology.
         num_bytes: Size of the tensor in bytes.
         num_bytes_across: Size of the tensor between nodes in bytes. None: `num_bytes`.
-        is_ring: Whether sums between nodes use a ring. False: a codec.
+        is_ring: Whether reductions between nodes use a ring. False: a codec.
 
     Raises:
         ValueError: `algorithm` is `two_level` and nodes differ in size, so that there are no shards.
@@ -127,7 +129,7 @@ def traffic_of(
 
 
 def _traffic_of_exchange(name: str, topology: Topology, num_bytes: float) -> Traffic:
-    """Return the bytes of an exchange of a sharded update, by the formulas of `traffic_of`."""
+    """Return the traffic of a collective of a sharded update, by the formulas of `traffic_of`."""
     if name == "world_sum":
         return replace(traffic_of("flat", topology, num_bytes), least_across=0.0)
     num_nodes = topology.num_nodes

@@ -1,13 +1,14 @@
-"""Times of the phases of a training step on one rank, measured from the marks that strategy and engine set.
+"""Measurement of the time that each phase of a training step takes on one rank.
 
-    input       the loader is asked -> training_step            waits for data, copies to the device
+    input       next batch requested -> training_step           waits for data, copies to the device
     forward     training_step -> backward
-    backward    backward -> its last bucket is ready            the rank's own computing
+    backward    backward -> its last bucket is ready            computation of this rank
     wait        last bucket ready -> all buckets averaged       other ranks and the network, see `CommTrace.waiting`
     optimizer   gradients averaged -> weights updated
-    callbacks   weights updated -> the loader is asked          loggers, validation, and collectives of the loop
+    callbacks   weights updated -> next batch requested         loggers, validation, and collectives of the loop
 
-Marks are stamps of a `PhaseClock`: the host's, or events on a device, which are read when the device has passed them.
+The strategy and the engine mark the beginning of each phase with a timestamp of a `PhaseClock`. A timestamp is a time
+of the host, or an event on a device, which is read when the device has passed it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 
 class Phase(Enum):
-    """Phase of a training step."""
+    """Phase of a training step, such as forward or waiting for other ranks."""
 
     INPUT = "input"
     FORWARD = "forward"
@@ -31,31 +32,31 @@ class Phase(Enum):
 
 
 class PhaseClock(Protocol):
-    """Clock whose stamps may become readable later."""
+    """Interface of a clock whose timestamps may become readable only later, such as CUDA events."""
 
     def stamp(self) -> Any:
-        """Return a stamp of this moment."""
+        """Return a timestamp of the current time."""
 
     def is_readable(self, stamp: Any) -> bool:
-        """Return whether this stamp, and every earlier one, can be read without waiting."""
+        """Return whether a timestamp and all earlier ones can be read without waiting."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the time between two readable stamps."""
+        """Return the number of seconds between two readable timestamps."""
 
 
 class HostClock:
-    """Clock of a rank whose device is the host."""
+    """Clock of the host, for ranks that train on a CPU."""
 
     def stamp(self) -> float:
-        """Return the time now."""
+        """Return the current time in seconds."""
         return perf_counter()
 
     def is_readable(self, stamp: float) -> bool:
-        """Return True: a time is known at once."""
+        """Return True, because times of the host can always be read at once."""
         return True
 
     def seconds(self, begin: float, end: float) -> float:
-        """Return the time between two stamps."""
+        """Return the number of seconds between two timestamps."""
         return end - begin
 
 
@@ -64,13 +65,15 @@ StepTimes = Mapping[Phase, float]
 
 
 class StepPhases:
-    """Recorder of the phases of each step. Only one thread at a time may call it.
+    """Recorder of the time that each phase of a training step takes.
+
+    Only one thread at a time may call it.
 
     Args:
-        clock: Clock of the stamps.
+        clock: Clock of the timestamps.
 
     Attributes:
-        current: Phase that has begun last.
+        current: Phase that began last.
     """
 
     def __init__(self, clock: PhaseClock) -> None:
@@ -85,19 +88,19 @@ class StepPhases:
         return self  # A copy of a hooked module or of the trainer shares the recorder.
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase, which ends the one before."""
+        """End the current phase and begin another one."""
         if phase is not self.current:
             self.current = phase
             self._marks.append((phase, self._clock.stamp()))
 
     def end_step(self) -> None:
-        """End a step. The next one begins in the same phase."""
+        """End the current step, and begin the next step in the same phase."""
         end = self._clock.stamp()
         self._unread.append((self._marks, end))
         self._marks = [(self.current, end)]
 
     def take_steps(self) -> list[StepTimes]:
-        """Return the times of the steps that have become readable, oldest first. Never waits."""
+        """Remove and return the phase times of all steps that can be read without waiting, oldest first."""
         steps: list[StepTimes] = []
         while self._unread and self._clock.is_readable(self._unread[0][1]):
             marks, end = self._unread.popleft()

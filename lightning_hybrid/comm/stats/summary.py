@@ -1,4 +1,4 @@
-"""Summaries of communication: the bytes, the time, and the share of the time that a step had to wait for."""
+"""Summaries of communication, with bytes, times and the time that backward did not hide."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from lightning_hybrid.comm.stats.link_bytes import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """Counts and times of one bucket. Times are None if they were not measured.
+    """Number of all-reduces of one bucket, and their times.
+
+    Times are None if they were not measured.
 
     Args:
         index, numel, num_bytes, dtype, algorithm, num_chunks: As in the `BucketPlan`.
         traffic: Bytes of one all-reduce of the bucket.
-        num_times: Number of averages.
-        in_flight_s: Seconds from submission to the average. Buckets overlap, so the sum over buckets may exceed the
-            `busy_s` of a `CommSummary`.
-        exposed_s: Part of the step's exposed time that belongs to the bucket: the seconds from the end of the bucket
-            finished before it to its own end.
+        num_times: Number of times that the bucket was averaged.
+        in_flight_s: Seconds from submission until the bucket is averaged. Buckets overlap, so the sum over buckets may
+            exceed the `busy_s` of a `CommSummary`.
+        exposed_s: Seconds of the step's exposed time that belong to the bucket. They begin when the previous bucket is
+            finished, and end when this bucket is finished.
     """
 
     index: int
@@ -37,7 +39,7 @@ class BucketSummary:
 
     @property
     def contents(self) -> tuple[int, int, str, str, int, Traffic]:
-        """Fields by which two summaries belong to the same bucket."""
+        """Fields that are equal in two summaries if and only if they describe the same bucket."""
         return self.index, self.numel, self.dtype, self.algorithm, self.num_chunks, self.traffic
 
     def __add__(self, other: BucketSummary) -> BucketSummary:
@@ -51,10 +53,11 @@ class BucketSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class CommSummary:
-    """Communication of one rank since the previous summary. Summaries of successive periods can be added.
+    """Summary of one rank's communication since the previous summary.
 
-    Times are in seconds of the wall clock. On CUDA they are measured by events, beginning when a bucket's gradients are
-    available. They are None if they were not measured, as in summaries of older checkpoints.
+    Summaries of successive periods can be added. Times are in seconds of the wall clock. On CUDA they are measured by
+    events, beginning when a bucket's gradients are available. They are None if they were not measured, as in summaries
+    of older checkpoints.
 
     Args:
         num_steps: Number of backward passes whose gradients were averaged.
@@ -83,7 +86,7 @@ class CommSummary:
 
     @property
     def exposed_by_bucket_s(self) -> dict[int, float]:
-        """Exposed seconds of each bucket by index, or an empty dictionary if times were not measured."""
+        """Seconds that backward did not hide for each bucket index, or an empty dictionary if not measured."""
         seconds: dict[int, float] = {}
         for bucket in self.buckets:
             if bucket.exposed_s is not None:
@@ -92,9 +95,10 @@ class CommSummary:
 
     @property
     def achieved_bytes_per_s(self) -> float | None:
-        """Lower bound of the bytes between nodes, divided by the time in flight.
+        """Achieved bandwidth between nodes in bytes per second.
 
-        It is None on one node, or if times were not measured.
+        It is the minimum number of bytes between nodes, divided by the time with a bucket in flight. It is None on one
+        node, or if times were not measured.
         """
         if not self.busy_s or not self.least_bytes_across:
             return None
@@ -102,7 +106,7 @@ class CommSummary:
 
     @property
     def quantisation_nmse(self) -> float | None:
-        """Normalised mean squared error of a codec's rounding.
+        """Normalised mean squared error of the codec's quantization.
 
         It is None without a codec, after inf or nan, and on CUDA.
         """
@@ -128,13 +132,13 @@ class CommSummary:
         return CommSummary(**sums, buckets=tuple(by_index))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the summary as numbers, strings, lists and dictionaries, for a checkpoint."""
+        """Return the summary as a dictionary of plain Python types, for a checkpoint."""
         state = asdict(self)
         return {**state, "buckets": list(state["buckets"])}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> CommSummary:
-        """Create a summary from the result of `state_dict`.
+        """Create a summary from a dictionary that `state_dict` returned.
 
         >>> bucket = BucketSummary(index=0, numel=2, num_bytes=4, dtype="float16", algorithm="flat", num_chunks=1)
         >>> summary = CommSummary(buckets=(bucket,))

@@ -1,4 +1,4 @@
-"""Counters of communication, and an optional timeline.
+"""Counters of communication, and an optional timeline in Chrome's trace format.
 
 `CommTrace(keep_events=True)` records every bucket and stage, and writes a timeline for Perfetto
 (https://ui.perfetto.dev) or Chrome (chrome://tracing). It has one process per rank, and one row per stage and column.
@@ -27,7 +27,7 @@ MOST_EVENTS = 500_000
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """Times of one bucket on a device, in seconds, as read from its events.
+    """Begin and end times of one bucket on a CUDA device, in seconds.
 
     Args:
         bucket: Plan of the bucket.
@@ -50,7 +50,7 @@ class DeviceTimes:
 
 
 class _Counts:
-    """Fields of a `BucketSummary` that are counted."""
+    """Mutable counters of one bucket, from which a `BucketSummary` is made."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -60,7 +60,7 @@ class _Counts:
 
 
 class CommTrace:
-    """Counters of communication. Threads of an engine may write them while another thread drains them.
+    """Thread-safe counters of an engine's communication, with an optional timeline.
 
     Args:
         clock: Function that returns seconds.
@@ -104,13 +104,13 @@ class CommTrace:
         self.measures_devices = True
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase of the step, if phases are measured."""
+        """Begin a phase of the training step, if phases are measured."""
         if self.phases is not None:
             self.phases.enter(phase)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for other ranks, if phases are measured."""
+        """Count the time within the block as waiting for other ranks, if phases are measured."""
         if self.phases is None:
             yield
             return
@@ -122,7 +122,7 @@ class CommTrace:
             self.enter(phase)
 
     def look_first(self, look: Callable[[], None]) -> None:
-        """Register a function that is called before counts are read.
+        """Register a function that is called before counters are read.
 
         Args:
             look: Function of an engine that calls `replay` for the buckets which the device has finished.
@@ -144,7 +144,9 @@ class CommTrace:
         at_s: float | None = None,
         is_in_update: bool | None = False,
     ) -> float:
-        """Count a submitted bucket, and return the time of its submission. `end` must be called for it later.
+        """Count a submitted bucket, and return the time of its submission in seconds.
+
+        `end` must be called later for the same bucket.
 
         Args:
             num_bytes: Size of the bucket in bytes.
@@ -193,7 +195,7 @@ class CommTrace:
         traffic: Traffic = NO_TRAFFIC,
         at_s: float | None = None,
     ) -> None:
-        """Count a bucket that was averaged or has failed.
+        """Count a submitted bucket as averaged or failed.
 
         Args:
             bucket: Plan of the averaged bucket. None: the bucket has failed.
@@ -222,12 +224,15 @@ class CommTrace:
                 self._exposed_since_s = None
 
     def count_wait(self, began_s: float) -> None:
-        """Count the time since `began_s` as exposed, for a forward that waited for an exchange of the last update."""
+        """Count the time since `began_s` as exposed communication.
+
+        This applies if a forward waited for a collective of the last sharded update.
+        """
         with self._lock:
             self._add(exposed_s=self._clock() - began_s)
 
     def count_rounding(self, error: float, rounded: float) -> None:
-        """Count the rounding of a codec.
+        """Add the rounding errors of a codec to the counters.
 
         Args:
             error: Sum of the squared rounding errors.
@@ -237,7 +242,7 @@ class CommTrace:
             self._add(rounding_error=error, rounded=rounded)
 
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
-        """Count buckets that a device has averaged, with the begin and end times of each bucket on the device."""
+        """Count averaged buckets by their begin and end times on the device."""
         moments = []
         for bucket in buckets:
             moments.append((bucket.ready_s, False, bucket))
@@ -259,13 +264,13 @@ class CommTrace:
                     )
 
     def now_s(self) -> float:
-        """Return the time of this trace's clock in seconds."""
+        """Return the current time of this trace's clock in seconds."""
         return self._clock()
 
     def stage(
         self, bucket: BucketPlan, stage: str, column: int, began_s: float, num_bytes: int
     ) -> None:
-        """Record the end of a stage in the timeline.
+        """Record an all-reduce stage that has just ended in the timeline.
 
         Args:
             bucket: Plan of the bucket.
@@ -315,7 +320,7 @@ class CommTrace:
         self._events.append(event)
 
     def write(self, path: Path, *, rank: int) -> None:
-        """Write the timeline as JSON in Chrome's trace format.
+        """Write the timeline to a JSON file in Chrome's trace format.
 
         Times are in microseconds of this host's clock. On CUDA the device's clock is set to this clock at the first
         bucket, and may be late by the time of the work that was queued then.
@@ -339,7 +344,7 @@ class CommTrace:
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
     def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
-        """Write the timeline to `rank<r>.json` in a folder, and warn if that fails, so that the run continues."""
+        """Write the timeline to `rank<r>.json` in a folder, and only warn if that fails."""
         path = Path(folder) / f"rank{rank}.json"
         try:
             self.write(path, rank=rank)
@@ -351,9 +356,9 @@ class CommTrace:
             )
 
     def drain(self) -> CommSummary:
-        """Return the counts since the previous call, without waiting.
+        """Return a summary of the communication since the previous call, and reset the counters.
 
-        On CUDA they cover the steps that the device has finished.
+        It never waits. On CUDA the summary covers the steps that the device has finished.
         """
         self._look_first()
         with self._lock:
@@ -363,7 +368,7 @@ class CommTrace:
             return summary
 
     def total(self) -> CommSummary:
-        """Return the counts since the trace was created, including drained ones."""
+        """Return a summary of all communication since the trace was created."""
         self._look_first()
         with self._lock:
             return self._drained + self._summary()
