@@ -77,10 +77,10 @@ class WindowGather(Protocol):
     """Interface of the gather that sends each rank's step times to the first rank of a group."""
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
-        """Send this rank's window to the first rank, and return all windows that have arrived there.
+        """Send this rank's step times to the first rank, and return all results that have arrived there.
 
-        Each item holds the windows of all ranks, the oldest first. On other ranks the list is empty. Collective: every
-        rank of the group must call it, in the same order.
+        Each item holds the step times of all ranks in one window of steps, the oldest window first. On other ranks the
+        list is empty. Collective: every rank of the group must call it, in the same order.
         """
 
 
@@ -97,7 +97,7 @@ class HostGather:
         self._first_rank = first_rank_of(group)
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
-        """Send this rank's window to the first rank, and return the windows of all ranks there."""
+        """Send this rank's step times to the first rank, and return those of all ranks there."""
         sent = torch.tensor(window.to_figures(), dtype=torch.float32)
         received = None
         if self._is_first:
@@ -122,7 +122,7 @@ def first_rank_of(group: dist.ProcessGroup | None) -> int:
 
 
 def windows_of(received: Sequence[torch.Tensor]) -> list[RankWindow]:
-    """Convert the gathered tensors of all ranks to windows."""
+    """Convert the gathered tensors of all ranks to `RankWindow` objects."""
     windows = []
     for figures in received:
         windows.append(RankWindow.from_figures(figures.tolist()))
