@@ -201,7 +201,7 @@ class ResumableLoader(ABC):
 
     @property
     def sampler(self) -> ResumableLoader:
-        """This loader itself, because Lightning calls `sampler.set_epoch`."""
+        """The loader itself, on which Lightning calls `set_epoch`."""
         return self
 
     @property

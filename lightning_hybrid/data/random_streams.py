@@ -150,9 +150,9 @@ def streams_of(owners: Iterable[object]) -> list[Any]:
 def stream_names(*roots: object) -> list[str]:
     """Return the names of random number generators that these objects hold at any depth.
 
-    A name consists of a class and an attribute, or is the name of a function. The search follows attributes, short containers, `functools.partial`, bound methods and closure variables. So it
-    finds, for example, the generator of a transform in a `Compose`, in the data set of a `Subset`, or in a
-    `collate_fn`.
+    A name consists of a class and an attribute, or is the name of a function. The search follows attributes, short
+    containers, `functools.partial`, bound methods and closure variables. So it finds, for example, the generator of a
+    transform in a `Compose`, in the data set of a `Subset`, or in a `collate_fn`.
     """
     names: list[str] = []
     seen: set[int] = set()
