@@ -1,4 +1,4 @@
-"""Figures of a run's communication: metrics for loggers, a section of `summary.json` and one line of text."""
+"""Communication metrics of a run, formatted for loggers, for `summary.json` and as one line of text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
-    """Return bytes per step.
+    """Return the bytes that ranks communicate per step, as metrics for loggers.
 
-    Bytes between nodes are included if there are several nodes, and the error of quantisation if a
+    Bytes between nodes are included if there are several nodes, and the quantisation error if a
     codec is used.
     """
     if not comm.num_steps:
@@ -31,7 +31,9 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
 def clock_metrics(
     comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None
 ) -> dict[str, float]:
-    """Return seconds per step and the achieved bandwidth of the link, or nothing if no time was measured.
+    """Return the communication time per step and the achieved link bandwidth, as metrics for loggers.
+
+    Times are in seconds. The result is empty if no time was measured.
 
     Args:
         comm: Communication of some steps.
@@ -56,7 +58,7 @@ def clock_metrics(
 
 
 def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
-    """Return the section of `summary.json` on communication.
+    """Return the communication section of `summary.json` as a dictionary.
 
     Values are None if a time was not measured, or if there is only one node.
     """
@@ -109,13 +111,13 @@ def describe(
     exposed_share: float | None = None,
     link_bytes_per_s: float | None = None,
 ) -> str:
-    """Format the summary as one line of text.
+    """Format a communication summary as one line of text.
 
     Args:
         comm: Communication of all steps. None: not measured.
         exposed_s: Exposed seconds per step, without the first steps of a run. None: show the mean
             of all steps.
-        exposed_share: The same as a share of the time of a step.
+        exposed_share: The exposed time as a fraction of the time of a step.
         link_bytes_per_s: Bandwidth of a node's link. None: unknown.
 
     >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,

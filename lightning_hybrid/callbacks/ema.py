@@ -16,12 +16,12 @@ from lightning_hybrid.checks import plain_value, require_whole
 
 
 class HostCountedAverage(AveragedModel):
-    """Average of weights whose number of updates is on the host.
+    """`AveragedModel` that keeps its update counter on the host.
 
-    torch's own average reads that number from the device twice in each update.
+    torch's own class reads the counter from the device twice in each update.
 
     Args:
-        averaged: torch's average, whose copy of the module is reused.
+        averaged: Averaged model of torch. Its copy of the module is reused.
     """
 
     def __init__(self, averaged: AveragedModel) -> None:
@@ -35,7 +35,7 @@ class HostCountedAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Add the weights of `model` to the average, without waiting for the device."""
+        """Update the average with the weights of `model`, without waiting for the device."""
         assert self.avg_fn is not None
         is_first = int(self.n_averaged) == 0
         averages = self._tensors_of(self.module)
@@ -56,15 +56,17 @@ class HostCountedAverage(AveragedModel):
 
 
 class MasterWeightAveraging(EMAWeightAveraging):
-    """Lightning's `EMAWeightAveraging` with checked arguments, and an average even if nothing was left to train.
+    """Exponential moving average of the fp32 weights, based on Lightning's `EMAWeightAveraging`.
 
         average <- decay * average + (1 - decay) * weight         fp32, after each step
 
     Validation uses the average, and after `fit` the module holds it. Checkpoints hold the average
-    as their weights, and the trained weights under a key of their own.
+    as their weights, and the trained weights under a separate key. In addition to Lightning's
+    class, this callback checks its arguments, and copies the average to the module even if no
+    training step was left to run.
 
     Args:
-        decay: Share of the average that stays at each update, between 0 and 1.
+        decay: Fraction of the average that is kept at each update, between 0 and 1.
         **kwargs: As in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`,
             `use_buffers`, ...
 
@@ -87,14 +89,15 @@ class MasterWeightAveraging(EMAWeightAveraging):
         self._is_handed_over = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Create the averaged model on the device to which the module will move."""
+        """Create the averaged model on the training device."""
         if isinstance(trainer.strategy, ModelParallelStrategy):
             raise ValueError(
                 f"`strategy` (={type(trainer.strategy).__name__}) cannot be combined with "
                 "MasterWeightAveraging, because the average is a copy of the module and FSDP2 cannot copy "
                 "one. Leave the callback out, or use another strategy."
             )
-        # Lightning would copy the module where it is now, before it moves to the device.
+        # Lightning would create the copy on the module's current device, because the module moves
+        # to the training device later.
         device_of_user = self._device
         if self._device is None:
             self._device = trainer.strategy.root_device
@@ -113,6 +116,9 @@ class MasterWeightAveraging(EMAWeightAveraging):
         self._is_handed_over = True
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Copy the average to the module if nothing was left to train, as in a run that resumes only to be tested."""
+        """Copy the average to the module if no training step was left to run.
+
+        This is the case if a finished run is resumed only to be tested.
+        """
         if not self._is_handed_over and self._average_model is not None:
             self._copy_average_to_current(pl_module)

@@ -1,4 +1,4 @@
-"""Snapshot of a failure in the numbers: description of the batch, the first bad layer, and a file with the state."""
+"""Diagnosis of a numerical failure: description of the batch, first non-finite layer, and saved state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ MOST_SAMPLES = 5
 
 
 class LayerProbes:
-    """Hooks that measure the largest magnitude of each layer's output in a forward, without waiting for the device."""
+    """Hooks that measure the largest magnitude of each layer's output in a forward pass.
+
+    The hooks do not wait for the device.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._magnitudes: list[
@@ -45,9 +48,9 @@ class LayerProbes:
         self._hooks = []
 
     def first_not_finite(self) -> str | None:
-        """Return the first layer whose output had inf or nan, in the order in which layers ran.
+        """Return the name of the first layer whose output contained inf or nan, or None.
 
-        It waits for the device.
+        Layers are checked in the order in which they ran. The host waits for the device.
         """
         if not self._magnitudes:
             return None
@@ -60,15 +63,15 @@ class LayerProbes:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers that ran."""
+        """Number of layer outputs that were measured."""
         return len(self._magnitudes)
 
 
 @torch.no_grad()
 def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the largest magnitude in the gradient of each trained parameter, or None if it has no gradient.
+    """Return the largest absolute gradient of each trained parameter, or None if it has no gradient.
 
-    For a DTensor it is that of this rank's shard.
+    For a DTensor, only this rank's shard is measured.
     """
     largest: dict[str, Tensor | None] = {}
     for name, parameter in module.named_parameters():
@@ -82,9 +85,9 @@ def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def describe_batch(batch: Any) -> tuple[str, bool]:
-    """Return a description of each tensor of a batch, and whether any of them has inf or nan.
+    """Return a description of the tensors in a batch, and whether any value is inf or nan.
 
-    It waits for the device.
+    The host waits for the device.
 
     >>> text, is_bad = describe_batch([torch.tensor([[1.0], [float("nan")]]), torch.tensor([3, 12])])
     >>> print(text, is_bad)
@@ -114,7 +117,7 @@ def describe_batch(batch: Any) -> tuple[str, bool]:
 
 
 def first_of(values: Iterable[object], limit: int) -> str:
-    """Return at most `limit` values as a list in text, which shows if there are more.
+    """Return at most `limit` values as comma-separated text, with an ellipsis if there are more.
 
     >>> first_of([1, 2, 3], 2), first_of([1, 2], 2)
     ('1, 2, ...', '1, 2')
@@ -134,18 +137,20 @@ def save_state(
     error: str,
     history: list[tuple[int, float]],
 ) -> Path | None:
-    """Save the state at the moment of a failure as `step<s>_rank<r>.pt`, which `torch.load` reads with `weights_only`.
+    """Save the batch and the training state at a failure as `step<s>_rank<r>.pt`.
+
+    `torch.load` can read the file with `weights_only=True`.
 
     Args:
         folder: Folder for the file.
         trainer: The trainer.
-        batch: The batch of the failure.
-        batch_idx: Its index.
+        batch: Batch that was processed when the failure occurred.
+        batch_idx: Index of the batch.
         error: Text of the error.
-        history: Steps and values of the loss scale.
+        history: Pairs of a step and the loss scale from this step on.
 
     Returns:
-        The path, or None if the file exists already.
+        The path, or None if the file already exists.
     """
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
     if run_status(trainer).num_shards is not None:
@@ -170,7 +175,10 @@ def save_state(
 
 
 def _state_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the state of random numbers, and on rank zero the weights, which are the same on all ranks."""
+    """Return the random number generator states and, on rank zero, the weights and the precision state.
+
+    Weights are the same on all ranks, so one copy is enough.
+    """
     state: dict[str, Any] = {"rng_state": torch.get_rng_state()}
     device = trainer.strategy.root_device
     if device.type == "cuda":
@@ -184,7 +192,10 @@ def _state_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _to_plain(leaf: Any) -> Any:
-    """Return a value that `weights_only=True` loads: tensors and plain values, or the text of anything else."""
+    """Convert a value to a form that `torch.load` reads with `weights_only=True`.
+
+    Tensors move to the CPU, plain values stay as they are, and anything else becomes its `repr`.
+    """
     if isinstance(leaf, Tensor):
         return leaf.detach().cpu()
     if isinstance(leaf, bool | int | float | str | None):
@@ -193,5 +204,5 @@ def _to_plain(leaf: Any) -> Any:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    # One pass over memory without a copy of absolute values. It is nan if the tensor has one.
+    # One pass over memory without a copy of absolute values. The result is nan if any value is.
     return torch.linalg.vector_norm(tensor.detach(), float("inf"))

@@ -1,4 +1,4 @@
-"""Report on values of a network that fp16 cannot represent: weights, activations and gradients, before a run."""
+"""Report of weights, activations and gradients that fp16 cannot represent, measured before training."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ LEAST = -50
 MOST = 40
 LARGEST_SCALE = 24
 
-# Shares of lost and of imprecise values that need no remedy. They are our choice: for normally
-# distributed weights with a standard deviation of 0.02 the shares are 2e-6 and 0.002.
+# Largest fractions of lost and of imprecise values that need no remedy. The limits are our choice:
+# for normally distributed weights with a standard deviation of 0.02 the fractions are 2e-6 and
+# 0.002.
 MOST_LOST = 0.01
 MOST_SUBNORMAL = 0.1
 
@@ -52,14 +53,14 @@ BELOW = {
 
 
 class TensorRange(NamedTuple):
-    """Shares of the non-zero values of a tensor that fp16 cannot represent well, and a remedy.
+    """Fractions of a tensor's non-zero values that fp16 cannot represent well, with a remedy.
 
     Attributes:
         kind: `"weight"`, `"activation"` or `"gradient"`.
         name: Name of the parameter or layer.
-        below_subnormal: Share below 2^-24 = 6e-8.
-        below_normal: Share below 2^-14 = 6e-5, including the former.
-        above: Share from 65,536 on, including inf and nan.
+        below_subnormal: Fraction of magnitudes below 2^-24 = 6e-8.
+        below_normal: Fraction of magnitudes below 2^-14 = 6e-5, including `below_subnormal`.
+        above: Fraction of magnitudes of at least 65,536, including inf and nan.
         remedy: What to do, or an empty string if fp16 is sufficient.
     """
 
@@ -72,7 +73,11 @@ class TensorRange(NamedTuple):
 
 
 class RangeReport(NamedTuple):
-    """Ranges of all tensors that would be fp16, and the largest loss scale that keeps their gradients below 32,768."""
+    """Value ranges of all tensors that would be converted to fp16, and a suitable loss scale.
+
+    The loss scale is the largest power of two from 1 to 2^24 that keeps all gradients below 32,768,
+    or 1 if there is none.
+    """
 
     tensors: list[TensorRange]
     loss_scale: float
@@ -94,10 +99,11 @@ class RangeReport(NamedTuple):
 def half_precision_report(
     module: pl.LightningModule, batches: Iterable[Any], *, num_batches: int = 2
 ) -> RangeReport:
-    """Measure which values fp16 cannot represent in forward and backward of some batches.
+    """Run some batches and report which weights, activations and gradients fp16 cannot represent.
 
     A copy of the module runs `training_step` in the module's own precision and on its device. The
-    module, its buffers and gradients, random numbers and the loader's generators stay unchanged.
+    module, its buffers and gradients, the global random number generators and the loader's
+    generators stay unchanged.
     The report covers weights that `"16-true"` converts, outputs of leaf modules, and gradients of
     both. It does not cover values computed between layers. bf16 has the range of fp32, with 8 bits
     of precision.
@@ -161,13 +167,13 @@ class _ExponentCounts:
         self._counts[kind, name] = self._counts.get((kind, name), 0) + counts
 
     def take_gradient(self, name: str, parameter: Tensor) -> None:
-        """Count the gradient of a parameter, and remove it."""
+        """Count the exponents of a parameter's gradient, then free the gradient."""
         if parameter.grad is not None:
             self.add("gradient", name, parameter.grad)
         parameter.grad = None
 
     def add_output(self, name: str, _: Any, __: Any, output: Any) -> None:
-        """Count the output of a layer, and its gradient in backward."""
+        """Count the exponents of a layer's output, and those of its gradient during backward."""
         for value in tree_iter(output):
             if isinstance(value, Tensor) and value.is_floating_point():
                 self.add("activation", name, value)
@@ -175,7 +181,7 @@ class _ExponentCounts:
                     value.register_hook(partial(self.add, "gradient", name))
 
     def report(self) -> RangeReport:
-        """Return the ranges of all tensors."""
+        """Return the value ranges of all counted tensors, and a suitable loss scale."""
         gradient_exponents = []  # of the largest value in each gradient
         for (kind, _), counts in self._counts.items():
             if kind == "gradient" and counts.any():
@@ -190,7 +196,7 @@ class _ExponentCounts:
 
 
 def _observed_copy(module: pl.LightningModule, counts: _ExponentCounts) -> pl.LightningModule:
-    """Copy a module, count its weights, and register hooks that count outputs and gradients."""
+    """Copy a module, count the exponents of its weights, and add hooks for outputs and gradients."""
     trainer = module._trainer
     shadow = copy.deepcopy(module, {id(trainer): trainer})
     shadow.log = lambda *_, **__: None  # type: ignore[method-assign]
@@ -210,9 +216,9 @@ def _observed_copy(module: pl.LightningModule, counts: _ExponentCounts) -> pl.Li
 
 
 def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
-    """Return the range of a tensor from the counts of its exponents.
+    """Compute the value range of a tensor from its exponent counts, with a remedy if it needs one.
 
-    `scale` is the exponent of the loss scale.
+    `scale` is the binary exponent of the loss scale.
     """
     shares = (counts.double() / counts.sum().clamp(min=1)).tolist()
 
@@ -234,11 +240,11 @@ def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
 
 
 class HalfPrecisionReport(Callback):
-    """Callback that reports, before a fit, what fp16 cannot represent in the training batches.
+    """Callback that reports which values of some training batches fp16 cannot represent.
 
-    It runs `half_precision_report` on the CPU, where the module is at that time. Rank zero prints
-    the result of its own batches. *Every rank must have this callback*, because `training_step` may
-    wait for other ranks.
+    It runs `half_precision_report` before training, when the module is still on the CPU. Rank zero
+    prints the result of its own batches. *Every rank must have this callback*, because
+    `training_step` may wait for other ranks.
 
     Args:
         num_batches: Number of training batches to run.
@@ -249,7 +255,7 @@ class HalfPrecisionReport(Callback):
         self.report: RangeReport | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Run the batches, before the strategy converts the module."""
+        """Run the report on training batches, before the strategy converts the module to fp16."""
         if stage == "fit":
             loader = new_train_loader(trainer, asked_by="HalfPrecisionReport")
             self.report = half_precision_report(pl_module, loader, num_batches=self.num_batches)

@@ -17,15 +17,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Description of a metric.
+    """Name, unit and meaning of a metric that a run logs.
 
     Attributes:
         name: Name in loggers.
         unit: SI unit, or "1" for a pure number.
-        meaning: One sentence.
+        meaning: Description in one sentence.
         from_clock: Whether the value comes from a clock or the operating system, and so differs in
-            a repeated run. All other metrics repeat digit for digit.
-        best: Whether the largest or the least value of a run is the best. None: neither.
+            a repeated run. A repeated run reproduces all other metrics exactly.
+        best: Whether the largest or the smallest value of a run is the best. None: neither.
     """
 
     name: str
@@ -222,7 +222,9 @@ the first group have no index.
 
 
 def with_index(name: str, index: int) -> str:
-    """Return the name of the metric of a bucket, optimizer or parameter group, see `INDEXED`.
+    """Return the name of a metric for the bucket, optimizer or parameter group with this index.
+
+    See `INDEXED`.
 
     >>> with_index(COMM_EXPOSED_S, 0), with_index(TRAIN_LOSS_SCALE, 0), with_index(TRUST_RATIO_MIN, 2)
     ('comm/exposed_s/bucket_0', 'train/loss_scale', 'train/trust_ratio_min/group_2')
@@ -233,7 +235,7 @@ def with_index(name: str, index: int) -> str:
 
 
 def metric_of(name: str) -> Metric | None:
-    """Return the metric with a logged name, or None if there is none."""
+    """Return the metric that is logged under this name, or None if the name is unknown."""
     index = name.rpartition("_")[2]
     for metric in INDEXED.values():
         if index.isdecimal() and name == metric.name.replace("<index>", index):

@@ -1,4 +1,4 @@
-"""Diagnosis of losses, gradients and loss scales that go wrong: rank, batch, layer and a snapshot of the state."""
+"""Callback that diagnoses overflow, non-finite losses and zero gradients, and saves the state."""
 
 from __future__ import annotations
 
@@ -46,11 +46,14 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 class NonFiniteLossError(RuntimeError):
-    """Loss of inf or nan in a precision that skips no step, so that the weights are lost."""
+    """Error for a loss of inf or nan in a precision that does not skip such steps.
+
+    The weights are lost by then.
+    """
 
 
 class NumericsMonitor(Callback):
-    """Callback that finds the causes of endless overflow, of losses that are not finite, and of zero gradients.
+    """Callback that finds the causes of endless overflow, non-finite losses and zero gradients.
 
     ==============================================  ==================================================================
     40 consecutive skipped steps (the precision's   The error also names the ranks and hosts whose loss is not finite,
@@ -61,9 +64,10 @@ class NumericsMonitor(Callback):
     a loss that is not finite, if the step was      Warning at the next logged step, on the rank where it happened.
     skipped
     the loss scale at its floor for 200 steps       Warning that smaller gradients are lost.
-    zero gradients, or none, at `patience`          Warning that names the parameters: their layer died or is not
+    zero or missing gradients at `patience`         Warning that names the parameters: their layer died or is not
     consecutive logged steps                        used, or all gradients are zero.
-    any error in a batch, except communication      The batch is described in a note, and saved.
+    any other error in a batch, except errors of    A note on the error describes the batch, and the batch is saved.
+    communication
     ==============================================  ==================================================================
 
     The host waits for the device at logged steps only. Layers are probed only after 20 consecutive
@@ -71,11 +75,9 @@ class NumericsMonitor(Callback):
     *Every rank must have this callback.*
 
     Args:
-        run_dir: Folder of the run. The state at the failure is saved in `<run_dir>/numbers`, once,
-            by each rank whose numbers are bad and by rank zero, which adds the weights. None: the
-            state is not saved.
-        patience: Number of consecutive logged steps at which a gradient must be zero for the
-            warning.
+        run_dir: Folder of the run. Each affected rank and rank zero save the state at the failure
+            once in `<run_dir>/numbers`. Rank zero adds the weights. None: the state is not saved.
+        patience: Number of consecutive logged steps with a zero gradient that lead to a warning.
 
     Raises:
         ValueError: `patience` is not a positive integer.
@@ -104,7 +106,7 @@ class NumericsMonitor(Callback):
         self._has_warned_of_floor = False
 
     def reads_gradients(self, trainer: pl.Trainer) -> bool:
-        """Return whether `p.grad` is read after the current step."""
+        """Return whether this callback reads `p.grad` after the current step."""
         return is_logged_step(trainer, is_next=True)
 
     # ---- per batch: the host waits for nothing -------------------------------------------------
@@ -116,7 +118,7 @@ class NumericsMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the batch while it is processed. If every step is skipped, probe its layers."""
+        """Remember the batch, and probe the layers if many consecutive steps were skipped."""
         self._current_batch = (batch, batch_idx)
         # The number of skipped steps is on the device. It is read only if the host would wait
         # anyway.
@@ -138,7 +140,7 @@ class NumericsMonitor(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count losses that are not finite, on the device. Check everything at a logged step."""
+        """Count losses of inf or nan on the device, and run all checks at a logged step."""
         loss = None
         if isinstance(outputs, dict):
             loss = outputs.get("loss")
@@ -174,11 +176,12 @@ class NumericsMonitor(Callback):
         self._warn_of_zeros(trainer, pl_module)
 
     def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """Raise the same error on all ranks for the first bad loss of any rank.
+        """Raise `NonFiniteLossError` on all ranks if any rank had a loss of inf or nan.
 
         Collective: every rank must call it, in the same order.
         """
-        # Step and rank are one number, so the first bad loss is a minimum of 8 bytes.
+        # Step and rank are encoded in one integer, so an all-reduce of 8 bytes finds the first bad
+        # loss.
         world_size = trainer.world_size
         first_step = self._bad_losses.first_step
         first = torch.where(
@@ -237,9 +240,9 @@ class NumericsMonitor(Callback):
             )
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn on rank zero about gradients that are zero at `patience` logged steps.
+        """Warn on rank zero about gradients that were zero at `patience` consecutive logged steps.
 
-        Collective for shards: every rank must call it, in the same order.
+        Collective if parameters are sharded: every rank must call it, in the same order.
         """
         elsewhere = set()  # parameters of other stages of a pipeline
         for name, parameter in pl_module.named_parameters():
@@ -249,8 +252,8 @@ class NumericsMonitor(Callback):
         for name in elsewhere:
             largest.pop(name, None)
 
-        # Gradients are the same on every rank, so rank zero warns. For shards it needs those of the
-        # others.
+        # Gradients are the same on every rank, so rank zero warns. If parameters are sharded, it
+        # needs the gradients of all ranks.
         are_shards = any(is_dtensor(parameter) for parameter in pl_module.parameters())
         if not are_shards:
             # Manual optimization may have removed all gradients.
@@ -274,12 +277,12 @@ class NumericsMonitor(Callback):
     def _values_over_ranks(
         self, largest: Mapping[str, Tensor | None], device: torch.device, *, are_shards: bool
     ) -> list[float]:
-        """Return the largest magnitude of each gradient, over all ranks if they hold shards.
+        """Return the largest magnitude of each gradient, over all ranks if parameters are sharded.
 
-        It waits for the device.
+        The host waits for the device.
         """
         zero = torch.zeros((), device=device)
-        tensors = [zero]  # so that there is one, even without parameters
+        tensors = [zero]  # `torch.stack` needs a tensor even without parameters
         for value in largest.values():
             tensors.append(zero if value is None else value.float())
         stacked = torch.stack(tensors)
@@ -309,9 +312,9 @@ class NumericsMonitor(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Add a description of the batch to the error, and save the state.
+        """Add a description of the current batch to the error, and save the state.
 
-        Errors of communication stay as they are.
+        Communication errors stay as they are.
         """
         if self._current_batch is None or not isinstance(exception, Exception):
             self._forget_batch()
@@ -325,7 +328,7 @@ class NumericsMonitor(Callback):
             return
         try:
             self._add_diagnosis(trainer, exception, batch, batch_idx, probes)
-        except Exception as error:  # such as from a device that does not answer any more
+        except Exception as error:  # for example because the device no longer responds
             exception.add_note(f"Nothing more could be found out: {type(error).__name__}: {error}")
 
     def _add_diagnosis(
@@ -348,7 +351,7 @@ class NumericsMonitor(Callback):
     def _save(
         self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool
     ) -> str:
-        """Save the state once, and return a sentence about it."""
+        """Save the state at most once, and return a sentence about it for the error message."""
         if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
             return ""
         self._has_saved = True
@@ -372,9 +375,9 @@ class NumericsMonitor(Callback):
     def _describe_losses_of_ranks(
         self, trainer: pl.Trainer, group: dist.ProcessGroup | None = None
     ) -> str:
-        """Return a sentence about the ranks whose recent losses were bad, the same on all ranks.
+        """Describe in one sentence which ranks had recent losses of inf or nan.
 
-        Collective: every rank of `group` (None: WORLD) must call it, in the same order.
+        All ranks return the same text. Collective: every rank of `group` (None: WORLD) must call it, in the same order.
         """
         recent_losses = self._bad_losses.describe_last(since=trainer.global_step - PROBE_AFTER)
         rank_losses = (trainer.global_rank, host_identity()[0], recent_losses)
@@ -409,9 +412,9 @@ class NumericsMonitor(Callback):
 
 
 class _BadLosses:
-    """Counter of losses that are not finite.
+    """Counter of losses of inf or nan, which stays on the device.
 
-    It stays on the device, so that the host waits for nothing.
+    Counting does not make the host wait.
 
     Attributes:
         number: Number of bad losses.
@@ -426,9 +429,10 @@ class _BadLosses:
         self._rows = torch.arange(NUM_SAVED, device=device).unsqueeze(1)
 
     def count(self, loss: Tensor, *, step: int, batch_idx: int) -> None:
-        """Count a loss.
+        """Count the loss if it is inf or nan.
 
-        The host reads the result at logged steps, at which `TrainingMetrics` reads anyway.
+        The host reads the counter only at logged steps, when `TrainingMetrics` waits for the device
+        anyway.
         """
         is_bad = ~torch.isfinite(loss.detach()).all()
         # The device decides whether the entry is written.
@@ -439,7 +443,10 @@ class _BadLosses:
         self.first_step = torch.where(is_bad & (self.first_step == NEVER), step, self.first_step)
 
     def describe_last(self, since: int = 0) -> str:
-        """Return the batches and steps of the last bad losses since a step. Wait for the device."""
+        """Describe the batches and steps of the last losses of inf or nan, from step `since` on.
+
+        The host waits for the device.
+        """
         batches = []
         for step, batch_idx in sorted(self._last.tolist()):
             if step >= max(since, 0):

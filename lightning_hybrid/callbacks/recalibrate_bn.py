@@ -1,4 +1,4 @@
-"""Recalibration of BatchNorm statistics for the current weights, in place of a moving average over past weights."""
+"""Callback that recomputes BatchNorm statistics for the current weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from lightning_hybrid.run_status import run_status
 
 
 class RecalibrateBatchNorm(Callback):
-    """Callback that recomputes BatchNorm's statistics on training images, before each validation and test.
+    """Callback that recomputes BatchNorm statistics on training images before validation and test.
 
     Running statistics are a moving average over batches of past weights. If weights change fast and
-    updates are few, as with large batches, they belong to no network that ever existed, and
-    validation measures that. This callback uses B batches of the training loader, each normalised
-    by itself as in training. Over all elements x of a channel:
+    updates are few, as with large batches, the statistics do not match the current weights, which
+    distorts validation results. This callback uses some batches of the training loader, each
+    normalised by its own statistics as in training. Over all elements x of a channel:
 
         mean = sum of x / n        variance = sum of (x - mean)^2 / (n - 1)
 
@@ -42,16 +42,16 @@ class RecalibrateBatchNorm(Callback):
     used. An averaged model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own
     statistics.
 
-    Training stays bit-identical. Layers that are in evaluation mode while the module trains
-    normalise by statistics of other data and keep them. The callback warns about their names once.
-    Dropout is off. The global random state is restored, and so are generators of torch and NumPy
-    that are attributes of the loader and its samplers. Any other state of a data set or sampler
-    advances by one pass.
+    Training stays bit-identical. Layers that are in evaluation mode while the module trains are
+    frozen and keep their statistics. The callback warns about their names once. Dropout is off. The
+    global random state is restored, and so are generators of torch and NumPy that are attributes of
+    the loader and its samplers. Any other state of a data set or sampler advances by one pass.
 
-    All ranks process the same number of batches and end with the same bits. If the loader's batches
-    do not depend on the number of ranks (those of `data/`), the statistics do not depend on it
-    either, as long as the batch size of a rank is the same: sums are float64, in the order of the
-    batches. SyncBatchNorm counts as BatchNorm of one rank's batch.
+    All ranks process the same number of batches and end with bit-identical statistics. If the
+    loader's batches do not depend on the number of ranks (as with the loaders of `data/`) and the
+    batch size of a rank is the same, the statistics do not depend on the number of ranks either:
+    sums are float64, in the order of the batches. SyncBatchNorm is treated as BatchNorm over one
+    rank's batch.
 
     Args:
         num_images: Maximum number of training images over all ranks, in whole batches, at least one
@@ -86,9 +86,9 @@ class RecalibrateBatchNorm(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Recalibrate before the first batch.
+        """Recalibrate the BatchNorm layers before the first batch, except in the sanity check.
 
-        By then the module holds averaged weights, if there are some.
+        By then the module holds the averaged weights, if a callback averages them.
         """
         if batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
             self._recalibrate(trainer, pl_module)
@@ -141,7 +141,7 @@ class RecalibrateBatchNorm(Callback):
         )
 
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
-        """Yield the batches of a new training loader, on the device."""
+        """Yield batches of a new training loader, moved to the device."""
         loader: Any = new_train_loader(trainer, asked_by="RecalibrateBatchNorm")
         if isinstance(loader, DataLoader):
             loader = copy(loader)
@@ -162,9 +162,10 @@ class RecalibrateBatchNorm(Callback):
 
 
 class _Statistics:
-    """Count, mean and sum of squared deviations of the inputs of layers, for each batch.
+    """Statistics of the inputs of BatchNorm layers, for each batch.
 
-    The statistics of a batch are a float64 tensor of shape [3, channels of all layers].
+    The count, mean and sum of squared deviations of a batch are a float64 tensor of shape
+    [3, channels of all layers].
 
     Args:
         layers: All layers. Frozen ones are included, so that all ranks gather tensors of the same
@@ -179,7 +180,7 @@ class _Statistics:
         self._of_layers: dict[_BatchNorm, Tensor] = {}  # in the current batch
 
     def note(self, layer: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
-        """Add the input that a layer is about to normalise."""
+        """Add the input of a layer to the statistics of the current batch."""
         x = inputs[0].detach().float()
         dims = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x, dim=dims, correction=0)
@@ -190,7 +191,10 @@ class _Statistics:
         self._of_layers[layer] = statistics
 
     def end_batch(self) -> None:
-        """End a batch. A layer that was not called counts nothing."""
+        """Store the statistics of the current batch, and start the next batch.
+
+        A layer that was not called in the batch has a count of zero.
+        """
         assert self.layers[0].running_mean is not None
         # Ranks exchange the statistics, so they are on the device even if no layer was called.
         device = self.layers[0].running_mean.device
@@ -206,7 +210,7 @@ class _Statistics:
         self._of_layers = {}
 
     def write(self) -> None:
-        """Write the statistics of all ranks' batches into the layers.
+        """Combine the statistics of all batches and ranks, and write them into the layers.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
@@ -237,7 +241,7 @@ class _Statistics:
 
 
 def _merged(first: Tensor, second: Tensor) -> Tensor:
-    """Merge counts, means and sums of squared deviations of two sets (Chan et al. 1979)."""
+    """Merge the counts, means and sums of squared deviations of two data sets (Chan et al. 1979)."""
     first_count, first_mean, first_squares = first
     second_count, second_mean, second_squares = second
     count = first_count + second_count
@@ -250,7 +254,7 @@ def _merged(first: Tensor, second: Tensor) -> Tensor:
 
 @contextmanager
 def generators_kept(loader: Any) -> Iterator[None]:
-    """Restore on exit the states of generators that a loader and its samplers hold."""
+    """Restore the random number generators of a loader and its samplers on exit."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = [
         loader,
@@ -279,7 +283,10 @@ def generators_kept(loader: Any) -> Iterator[None]:
 def _normalizing_by_batch(
     trainer: pl.Trainer, module: nn.Module, layers: dict[str, _BatchNorm]
 ) -> Iterator[_Statistics]:
-    """Let the layers that train with the module behave as in training inside, and nothing else of the module."""
+    """Set BatchNorm layers to training mode and all other layers to evaluation mode until exit.
+
+    Frozen BatchNorm layers stay in evaluation mode. Hooks collect the statistics that are yielded.
+    """
     training_modes = {submodule: submodule.training for submodule in module.modules()}
     # The modes that Lightning restores after the evaluation.
     modes = trainer._evaluation_loop._module_mode.mode
@@ -314,7 +321,7 @@ def _normalizing_by_batch(
 
 
 def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
-    """Return a new training loader, so that the one in use keeps its position.
+    """Create a second training loader, so that the one in use keeps its position in the epoch.
 
     Args:
         trainer: The trainer.
@@ -361,7 +368,10 @@ def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
 
 
 def _update_averages(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Copy the statistics to averages of the weights, whose values the module holds during a validation."""
+    """Copy the running statistics to the averaged models of all `WeightAveraging` callbacks.
+
+    During validation the module holds the averaged weights, so its new statistics match them.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, WeightAveraging):
             continue
@@ -371,7 +381,7 @@ def _update_averages(trainer: pl.Trainer, module: nn.Module) -> None:
 
 
 def _copy_statistics(source: nn.Module, target: nn.Module) -> None:
-    """Copy running statistics to the corresponding layers of an average of the module."""
+    """Copy BatchNorm running statistics from one copy of a module to another."""
     for layer, average_layer in zip(source.modules(), target.modules(), strict=True):
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             for name in ("running_mean", "running_var"):

@@ -1,4 +1,4 @@
-"""Callback that compares weights and data order of all ranks, since nothing else in training finds differences."""
+"""Callback that checks that all ranks hold the same weights, optimizer state and data order."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ _ORDER_SETTINGS = (*_SAMPLER_SETTINGS, *_EPOCH_ORDER_SETTINGS, "batch_size")
 
 
 class DataOrderError(RuntimeError):
-    """Different orders of the data on ranks, so that some samples are read twice and others never."""
+    """Error for ranks that read the data in different orders.
+
+    In such an epoch some samples are read twice and others never.
+    """
 
 
 class _RankState(NamedTuple):
-    """Fingerprints and data order of one rank."""
+    """Tensor fingerprints and data-order settings of one rank."""
 
     host: str
     fingerprints: dict[str, int]  # by name of the tensor
@@ -48,36 +51,36 @@ class _RankState(NamedTuple):
 
 
 class ReplicaCheck(Callback):
-    """Check every `every_n_steps` steps that all ranks hold bit-identical weights, optimizer state and loss scales.
+    """Callback that regularly checks that weights and optimizer state are bit-identical on all ranks.
 
-    The check also covers what determines the data order: seed, epoch and number of shards
-    (`order_of`). After a bit flip, code that runs on some ranks only, or another library or
-    checkpoint, a rank's gradients belong to other weights.
+    The check also covers the loss scales and the settings that determine the data order: seed,
+    epoch and number of shards (`order_of`). Ranks can drift apart after a bit flip, if code runs on
+    some ranks only, or if ranks load different libraries or checkpoints.
 
-        c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
+        c_r = fingerprint of (fingerprints of tensors 0, 1, ..., tensor names, data order)           on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
 
     Ranks exchange the fingerprints of all tensors only if they differ, to name the first
     difference. The check also runs at the start of training, including a start from a checkpoint,
     and at its end. Buffers, and parameters that DDP ignores, are not checked.
 
-    If the ranks of a node share the update, (a, b) covers what all ranks hold. Another pair for
-    each local rank covers its parts, which the ranks with the same number on all nodes share. If
-    nodes train independently (`LocalSteps`), the ranks of each node are compared. In an elastic run
-    the ranks of all hosts are compared. A check that a change of hosts interrupts is left out,
-    because hosts are compared when they train together again.
+    If the ranks of a node share the update, (a, b) covers the tensors that all ranks hold. Another
+    pair for each local rank covers its shards, which the ranks with the same local rank on all
+    nodes hold in common. If nodes train independently (`LocalSteps`), the ranks of each node are
+    compared. In an elastic run the ranks of all hosts are compared. A check that is interrupted by
+    a change of hosts is skipped, because hosts are compared when they train together again.
 
-    *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
-    other step. With one rank, nothing is checked.
+    *Every rank must have this callback, with the same `every_n_steps`.* The host waits for the device at a check, and
+    at no other step. With one rank, nothing is checked.
 
     Args:
-        every_n_steps: Number of steps between two checks, after which a rank that drifted is found
-            at the latest.
+        every_n_steps: Number of steps between two checks. A rank that drifted is found after at
+            most this number of steps.
 
     Raises:
         ValueError: `every_n_steps` is not a positive integer.
-        ReplicaDriftError: During training, the same on every rank: the first difference, and the
-            ranks.
+        ReplicaDriftError: During training, on every rank. Names the first tensor that differs, and
+            the ranks.
         DataOrderError: During training, if the data order differs.
     """
 
@@ -93,7 +96,7 @@ class ReplicaCheck(Callback):
         self._checked_step = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the state at the start of training: initial weights, or those of a checkpoint."""
+        """Compare the ranks at the start of training, with initial weights or those of a checkpoint."""
         self._fingerprint = Fingerprint(pl_module.device)
         self._checked_step = -1
         self._check(trainer)
@@ -106,18 +109,18 @@ class ReplicaCheck(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Check after every `every_n_steps` steps, once per step."""
+        """Compare the ranks after every `every_n_steps` optimizer steps."""
         is_due = trainer.global_step % self.every_n_steps == 0
         if is_due and trainer.global_step != self._checked_step:
             self._check(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the steps since the last check."""
+        """Compare the ranks at the end of training, unless the last step was checked already."""
         if trainer.global_step != self._checked_step:
             self._check(trainer)
 
     def _check(self, trainer: pl.Trainer) -> None:
-        """Compare the state of all ranks.
+        """Raise an error on every rank if the state of any two ranks differs.
 
         Collective: every rank must call it, in the same order.
         """
@@ -132,7 +135,7 @@ class ReplicaCheck(Callback):
         assert self._fingerprint is not None
         group = status.replica_group or status.node_group
 
-        parts = {}  # tensors that the ranks with the same local rank share
+        parts = {}  # shards that the ranks with the same local rank hold in common
         replicated = {}  # tensors that all ranks hold
         for name, tensor in tensors_of_replica(trainer):
             fingerprint = self._fingerprint.of(tensor)
@@ -149,8 +152,8 @@ class ReplicaCheck(Callback):
         if parts:
             local_rank, num_local_ranks = status.place_in_node
             combined_parts = self._fingerprint.combine(list(parts.values()))
-            # This rank contributes nothing to the bounds of other local ranks: the largest number
-            # there is.
+            # The largest integer is neutral in the minimum: this rank contributes nothing to the
+            # bounds of other local ranks.
             part_bounds = torch.full(
                 (num_local_ranks, 2), torch.iinfo(torch.int64).max, device=bounds.device
             )
@@ -165,9 +168,10 @@ class ReplicaCheck(Callback):
                 raise self._error(states, trainer.global_step, last_checked_step, group)
 
     def _combine_with_names(self, fingerprints: dict[str, Tensor], order: dict[str, Any]) -> Tensor:
-        """Return one fingerprint of tensors, their names and the data order.
+        """Combine the fingerprints of tensors, their names and the data order into one fingerprint.
 
-        Because of the names, ranks with other tensors, or in another order, do not seem equal.
+        Because names are included, ranks with different tensors, or tensors in a different order,
+        have different fingerprints.
         """
         assert self._fingerprint is not None
         lines = [*fingerprints]
@@ -183,7 +187,7 @@ class ReplicaCheck(Callback):
         gather: Callable[[Any], list[Any] | None],
         last_checked_step: int,
     ) -> None:
-        """Compare the ranks of all hosts of an elastic run, where hosts fail and join between two checks.
+        """Compare the ranks of all hosts in an elastic run, in which hosts can fail and join.
 
         Args:
             trainer: The trainer.
@@ -211,10 +215,10 @@ class ReplicaCheck(Callback):
         order: dict[str, Any],
         group: dist.ProcessGroup | None,
     ) -> list[_RankState]:
-        """Return the state of each rank.
+        """Gather the fingerprints and data-order settings of all ranks.
 
-        Collective: every rank of `group` (None: WORLD) must call it. All of them have seen the
-        difference.
+        Collective: every rank of `group` (None: WORLD) must call it. All of them do, because the
+        all-reduce has shown the difference to each.
         """
         on_host = torch.stack([fingerprint.cpu() for fingerprint in fingerprints.values()])
         numbers = dict(zip(fingerprints, on_host.tolist(), strict=True))
@@ -229,7 +233,7 @@ class ReplicaCheck(Callback):
         last_checked_step: int,
         group: dist.ProcessGroup | None = None,
     ) -> RuntimeError:
-        """Return the error about the first difference, the same on every rank."""
+        """Create the error that names the first difference, with the same text on every rank."""
         hosts = [state.host for state in states]
         fingerprints = [state.fingerprints for state in states]
         numbering = ""
@@ -264,7 +268,7 @@ class ReplicaCheck(Callback):
 
 
 def order_of(loaders: Any) -> dict[str, Any]:
-    """Return the settings that determine the order of a loader, or of several, and do not depend on the rank.
+    """Return the settings that determine the data order of loaders and are the same on all ranks.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)

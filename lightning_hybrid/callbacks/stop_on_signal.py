@@ -1,4 +1,4 @@
-"""Callback that stops a run cleanly on a signal, such as schedulers send before they kill a job."""
+"""Callback that saves a checkpoint and stops the run when the process receives a signal."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ REQUEUE_LIMIT_S = 30.0
 
 
 class StopOnSignal(Callback):
-    """On SIGTERM or Ctrl-C, finish the current step, save a checkpoint and exit with code 143 or 130.
+    """Callback that finishes the step, saves a checkpoint and exits on SIGTERM or Ctrl-C.
 
         signal to any rank -> all ranks agree before the next batch -> <dirpath>/stopped.ckpt -> exit
 
-    A run that resumes from the checkpoint continues bit for bit. The exit codes are those that a
-    shell reports after SIGTERM and SIGINT. Other signals count as SIGTERM. Ranks started by
-    Lightning itself, without torchrun or SLURM, exit with 0. A second Ctrl-C stops the run at once,
-    without a checkpoint.
+    A run that resumes from the checkpoint continues bit for bit. Exit codes are 143 after SIGTERM
+    and other signals, and 130 after Ctrl-C, as a shell reports them. Ranks started by Lightning
+    itself, without torchrun or SLURM, exit with 0. A second Ctrl-C stops the run at once, without a
+    checkpoint.
 
     A signal takes effect after at most `every_n_steps` whole steps, plus a validation loop if one
     is running, plus the time to write the checkpoint. SLURM kills the job 30 s after the signal,
     unless `KillWait` differs.
 
-    The host waits for the answer of all ranks. On CUDA this keeps the next step from being queued
-    early, see `every_n_steps`.
+    At each check the host waits for all ranks. On CUDA this keeps the next step from being queued
+    early. A larger `every_n_steps` reduces the cost.
 
     On SLURM, the callback also handles the signal that announces the time limit, Lightning's
     `SLURMEnvironment.requeue_signal`. Once the checkpoint is on disk, rank zero requeues the job,
@@ -95,24 +95,27 @@ class StopOnSignal(Callback):
         self._logger_step: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step of the loggers if the run is being stopped, otherwise nothing."""
+        """Return the logging step if the run is being stopped, otherwise an empty dictionary."""
         if self._agreed_request or self._request:
             return {"steps_of_loggers": self._logger_step}
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step of the loggers, see `on_train_batch_start`."""
+        """Read the logging step from a checkpoint. `on_train_batch_start` sets it in the trainer."""
         self._logger_step = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reset the requests of an earlier fit."""
+        """Discard stop requests of an earlier fit."""
         self._request = NO
         self._agreed_request = NO
         self._interrupted_s = None
         self._num_steps = 0
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Requeue the job as soon as SLURM's signal arrives: a test has nothing to save and must be repeated."""
+        """Install a handler that requeues the job as soon as SLURM's signal arrives.
+
+        A test has no state to save and must be repeated.
+        """
 
         def requeue(*_: Any) -> None:
             if trainer.is_global_zero:
@@ -125,7 +128,7 @@ class StopOnSignal(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the signal handlers.
 
-        Lightning restores the handlers from before the fit when it ends.
+        When the fit ends, Lightning restores the handlers that were installed before it.
         """
         # They replace Lightning's handlers. Its handler of SIGTERM calls a collective in the middle
         # of a rank's work, and a rank above zero exits alone. Its handler of SLURM's signal saves
@@ -137,18 +140,21 @@ class StopOnSignal(Callback):
             requeue_number = requeue_signal_of(trainer)
             if requeue_number is not None:
                 signal.signal(requeue_number, partial(self._on_signal, trainer, REQUEUE))
-        # A maximum over ranks replaces Lightning's broadcast of rank zero's flag before every
-        # batch.
+        # Before every batch Lightning broadcasts rank zero's flag. A maximum over all ranks
+        # replaces this broadcast.
         if trainer.world_size > 1:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
 
-    on_sanity_check_start = on_train_start  # such a signal takes effect before the first batch
+    on_sanity_check_start = on_train_start  # a signal takes effect before the first training batch
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Restore the step of the loggers, to which Lightning adds one if it resumes at the start of an epoch."""
+        """Set the logging step of the resumed checkpoint in the trainer.
+
+        Lightning adds one to it when it resumes at the start of an epoch.
+        """
         if self._logger_step is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = self._logger_step
             self._logger_step = None
@@ -161,12 +167,12 @@ class StopOnSignal(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Stop a single rank if a signal arrived during the step."""
+        """Stop a run of a single rank if a signal arrived during the step."""
         if self._request:
             self._stop_single_rank(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop if a signal arrived since the last step.
+        """Stop the run if any rank received a signal since the last step.
 
         Collective: every rank must call it, in the same order.
         """
@@ -175,7 +181,7 @@ class StopOnSignal(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write the checkpoint.
+        """Save the checkpoint and set the exit code if a signal stopped the run.
 
         Collective: every rank must call it, in the same order.
         """
@@ -214,7 +220,7 @@ class StopOnSignal(Callback):
             rank_zero_info(queue_again())
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore Lightning's own broadcast."""
+        """Restore Lightning's own broadcast of the SIGTERM flag."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
     def _on_signal(
@@ -231,7 +237,7 @@ class StopOnSignal(Callback):
         now_s = monotonic()
         if self._interrupted_s is None:
             if trainer.is_global_zero:
-                # `print` is no option, because the interrupted code may be in the middle of one.
+                # `print` is not safe here, because the interrupted code may be inside a `print`.
                 message = b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n"
                 os.write(2, message)
             self._interrupted_s = now_s
@@ -252,7 +258,7 @@ class StopOnSignal(Callback):
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: pl.Trainer) -> None:
-        """Stop if any rank has a request.
+        """Stop the run on all ranks if any rank received a signal.
 
         Collective: every rank must call it, in the same order.
         """
@@ -262,7 +268,8 @@ class StopOnSignal(Callback):
             waiting = nullcontext() if trace is None else trace.waiting()
             with waiting:
                 dist.all_reduce(request, op=dist.ReduceOp.MAX)
-        # A signal that arrives meanwhile does not count, because the other ranks do not know of it.
+        # A signal that arrives during the all-reduce is ignored here, because the other ranks do
+        # not know of it.
         self._agreed_request = int(request.item())
         if self._agreed_request:
             raise SIGTERMException
@@ -275,12 +282,12 @@ class StopOnSignal(Callback):
 
 
 def _report_stop(trainer: pl.Trainer, path: Path, signal_name: str, exit_code: int) -> None:
-    """Log on the first rank of this launch where it stopped, and the checkpoint if it has written it."""
+    """Log the step at which the run stopped and the checkpoint path, on the first rank of this launch."""
     if trainer.global_rank != 0:
         return
     checkpoint = f"`fit(..., ckpt_path={str(path)!r})` resumes from there"
     if not trainer.is_global_zero:
-        # In an elastic run every host is a launch of its own, and only the first host writes.
+        # In an elastic run every host is launched separately, and only the first host writes.
         checkpoint = (
             "this host has written no checkpoint, because only the first host of the run writes "
             f"{str(path)!r}, when it is stopped itself. Until then the other hosts continue"
@@ -294,10 +301,10 @@ def _report_stop(trainer: pl.Trainer, path: Path, signal_name: str, exit_code: i
 
 
 def _forget_batches_of_finished_epoch(trainer: pl.Trainer) -> None:
-    """Reset Lightning's counters of the last epoch's batches, between two epochs.
+    """Reset Lightning's batch counters if the run stopped between two epochs.
 
-    With `max_steps` Lightning would restore them and, without validation, end the next epoch after
-    one batch.
+    With `max_steps` Lightning would otherwise restore the counters of the finished epoch and,
+    without validation, end the next epoch after one batch.
     """
     epochs = trainer.fit_loop.epoch_progress.total
     loop = trainer.fit_loop.epoch_loop
@@ -321,7 +328,7 @@ def _signal_of(name: str) -> signal.Signals:
 
 
 def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
-    """Return the signal at which the job is to be requeued, Lightning's `requeue_signal`, or None."""
+    """Return the signal on which the SLURM job is requeued, or None if it is not requeued."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
@@ -329,7 +336,7 @@ def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
 
 
 def job_id_of(variables: Mapping[str, str]) -> str:
-    """Return the job's name for `scontrol`. Each task of an array has its own.
+    """Return the SLURM job id for `scontrol`, including the task id if the job is an array task.
 
     >>> job_id_of({"SLURM_JOB_ID": "17"})
     '17'
@@ -343,7 +350,7 @@ def job_id_of(variables: Mapping[str, str]) -> str:
 
 
 def queue_again() -> str:
-    """Ask SLURM to end this job and to requeue it, and return the result as a line of text.
+    """Ask SLURM to end and requeue this job, and return the result as a line of text.
 
     Only one rank may call it.
     """

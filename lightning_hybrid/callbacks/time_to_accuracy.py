@@ -14,16 +14,16 @@ from lightning_hybrid.checks import plain_value, require_choice
 
 
 class TimeToAccuracy(Callback):
-    """Measure the training time until a metric of validation first reaches a target, and optionally stop there.
+    """Callback that measures the training time until a validation metric first reaches a target.
 
     Two times are measured by this process's clock since training began, without start-up:
 
         time_to_accuracy/train_s   without validation
         time_to_accuracy/total_s   with validation, including the one that reached the target
 
-    The step is measured too. All three are as fine as the interval between validations. The
-    checkpoint holds the clock, so the work of an interrupted run after its last checkpoint is not
-    counted. *Every rank must have this callback.*
+    The step is recorded too. The resolution of all three values is the interval between
+    validations. The checkpoint holds the elapsed time, so the work of an interrupted run after its
+    last checkpoint is not counted. *Every rank must have this callback.*
 
     Args:
         target: Value that the metric must reach.
@@ -62,7 +62,7 @@ class TimeToAccuracy(Callback):
         self._fit_began_s: float | None = None  # None: no fit is running
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clock and the result."""
+        """Return the elapsed times and the result."""
         return {
             "elapsed_s": self.elapsed_s,
             "validation_s": self._validation_s,
@@ -70,14 +70,14 @@ class TimeToAccuracy(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the clock and the result of the interrupted run."""
+        """Restore the elapsed times and the result of the interrupted run."""
         self._earlier_fits_s = state_dict["elapsed_s"]
         self._validation_s = state_dict["validation_s"]
         self.reached = state_dict["reached"]
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds since training began, including validation."""
+        """Seconds since training began, including validation and earlier fits."""
         current_fit_s = 0.0
         if self._fit_began_s is not None:
             current_fit_s = perf_counter() - self._fit_began_s
@@ -94,7 +94,7 @@ class TimeToAccuracy(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Stop the clock, so that the next fit of this trainer does not count the time between."""
+        """Stop the clock, so that the time until the next fit of this trainer is not counted."""
         self._stop_clock()
 
     def _stop_clock(self) -> None:
@@ -106,7 +106,7 @@ class TimeToAccuracy(Callback):
         self._validation_began_s = perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check whether the metric reaches the target.
+        """Check whether the validation metric has reached the target.
 
         Collective: every rank must call it, in the same order.
         """
@@ -139,12 +139,12 @@ class TimeToAccuracy(Callback):
             is_reached = float(value) >= self.target
         else:
             is_reached = float(value) <= self.target
-        # Ranks may have different values of the metric. If they stopped at different steps, the
-        # others would hang.
+        # Ranks may have different values of the metric. If only some ranks stopped, the others
+        # would hang.
         return bool(trainer.strategy.reduce_boolean_decision(is_reached, all=True))
 
     def describe(self) -> str:
-        """Return a sentence about when the target was reached.
+        """Describe in one sentence whether and when the target was reached.
 
         >>> TimeToAccuracy(target=0.75).describe()
         'val/acc has not reached 0.75'

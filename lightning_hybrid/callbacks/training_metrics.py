@@ -25,12 +25,12 @@ from lightning_hybrid.run_status import RunStatus, run_status
 
 
 class TrainingMetrics(Callback):
-    """Log throughput, communication, data loading, memory and optimizer metrics to every logger of the trainer.
+    """Callback that logs throughput, communication, data loading, memory and optimizer metrics.
 
     `lightning_hybrid.callbacks.metrics` lists all of them, under train, comm, data, throughput and
     memory. Values are read from the device, and the loss is averaged over ranks, only at every
     `log_every_n_steps`-th step: *every rank must have this callback.* Metrics that do not apply are
-    left out, such as trust ratios without LARS or LAMB. Times are those of rank zero between two
+    left out, such as trust ratios without LARS or LAMB. Times are measured on rank zero between two
     logged steps, without validation. They assume equal batch sizes on all ranks.
 
     Args:
@@ -44,7 +44,8 @@ class TrainingMetrics(Callback):
             each logged step.
 
     Raises:
-        ValueError: A number is not above zero, or there is a peak without operations per image.
+        ValueError: A number is out of range, or `peak_flops_per_s` is set without
+            `flops_per_image`.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class TrainingMetrics(Callback):
         self._window_is_warm = False
 
     def reads_gradients(self, trainer: pl.Trainer) -> bool:
-        """Return whether `p.grad` is read after the current step."""
+        """Return whether this callback reads `p.grad` after the current step."""
         return self.with_trust_ratios and is_logged_step(trainer, is_next=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -102,20 +103,20 @@ class TrainingMetrics(Callback):
         self._begin_window(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock."""
+        """Stop the clock during validation."""
         self._validation_began_s = perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock again."""
+        """Restart the clock after validation."""
         if not trainer.sanity_checking:
             self._window_validation_s += perf_counter() - self._validation_began_s
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record learning rate and momentum.
+        """Record the learning rate and the momentum of this step.
 
-        At the end of the batch they are those of the next step.
+        At the end of the batch the optimizer already has the values of the next step.
         """
         group = trainer.optimizers[0].param_groups[0]
         self._lr = group["lr"]
@@ -129,7 +130,7 @@ class TrainingMetrics(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count images and steps. At a logged step, read and log all metrics."""
+        """Count images and steps, and log all metrics if this step is logged."""
         self._window_images += num_images(batch) * _num_shards(trainer)
         if trainer.global_step == self._last_step:  # gradients are being accumulated
             return
@@ -141,7 +142,8 @@ class TrainingMetrics(Callback):
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
         status = run_status(trainer)
-        # The counters are drained even if they are not logged, because each window has its own.
+        # The counters are drained even if they are not logged, because each window starts from
+        # zero.
         comm = CommSummary() if status.comm_trace is None else status.comm_trace.drain()
         # The clock is read first, because the other metrics take time.
         clock_values = self._clock_metrics(trainer, comm, status.link_bytes_per_s)
@@ -204,13 +206,15 @@ class TrainingMetrics(Callback):
 
 
 def is_logged_step(trainer: Any, *, is_next: bool = False) -> bool:
-    """Return whether training is logged at the last step or, with `is_next`, at the next one."""
+    """Return whether metrics are logged at the current step or, with `is_next`, at the next one."""
     every = trainer.log_every_n_steps
     return every > 0 and (trainer.global_step + is_next) % every == 0
 
 
 def num_images(batch: Any) -> int:
-    """Return the number of samples in a batch, or the length of its first tensor if its columns have several lengths.
+    """Return the number of samples in a batch.
+
+    If the tensors of the batch have different lengths, it is the length of the first tensor.
 
     >>> num_images({"images": torch.zeros(7, 1, 16, 16), "labels": torch.zeros(7)})
     7
@@ -227,7 +231,7 @@ def num_images(batch: Any) -> int:
 
 
 def momentum_of(group: dict[str, Any]) -> float | None:
-    """Return the momentum of a parameter group, or the first of its betas, or None if it has neither.
+    """Return the momentum or beta1 of a parameter group, or None if it has neither.
 
     >>> momentum_of({"momentum": 0.9}), momentum_of({"betas": (0.8, 0.999)}), momentum_of({})
     (0.9, 0.8, None)
@@ -240,7 +244,7 @@ def momentum_of(group: dict[str, Any]) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far, in bytes: of torch's tensors on a CUDA device, otherwise of this process.
+    """Return the peak memory so far in bytes, of torch on a CUDA device or of this process on a CPU.
 
     >>> 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**43
     True
@@ -253,7 +257,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, float]:
-    """Return the least, median and largest trust ratio of each group after a step, or nothing after a skipped one."""
+    """Return the minimum, median and maximum trust ratio of each parameter group after a step.
+
+    After a skipped step the result is empty.
+    """
     if status.has_grad_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
         # Gradients are still scaled, by a factor that the scaler may have changed since.
         return {}
@@ -273,7 +280,10 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
 
 
 def _num_shards(trainer: pl.Trainer) -> int:
-    """Return how many ranks read different batches. The ranks of a pipeline read the same."""
+    """Return the number of ranks that read different batches.
+
+    The ranks of a pipeline read the same batches and count once.
+    """
     # A strategy of one device has no sampler arguments.
     sampler_kwargs = trainer.distributed_sampler_kwargs
     num_shards = run_status(trainer).num_shards
@@ -285,7 +295,7 @@ def _num_shards(trainer: pl.Trainer) -> int:
 
 
 def _take_waits_s(trainer: pl.Trainer) -> list[float]:
-    """Return and reset the seconds that were waited for each loader that measures them."""
+    """Return and reset the waiting time in seconds of each loader that measures it."""
     waits_s = []
     for loader in tree_leaves(trainer.train_dataloader):
         take_wait_s = getattr(loader, "take_wait_s", None)

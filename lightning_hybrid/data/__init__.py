@@ -1,4 +1,4 @@
-"""Input pipelines: the order of the images, the share of each rank, exact resume, and prefetching to the device.
+"""Input pipelines: sample order, sharding over ranks, exact resume and prefetching to the device.
 
 README.md describes how an image passes through these modules.
 """

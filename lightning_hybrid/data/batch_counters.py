@@ -1,4 +1,4 @@
-"""Correction of Lightning's counters of epochs and batches after a resume."""
+"""Correction of Lightning's epoch and batch counters after a resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 class ResumedPlace(NamedTuple):
-    """Position at which a resumed fit continues, in batches of the interrupted run."""
+    """Epoch and number of finished batches at which a resumed run continues.
+
+    Batches are counted in the size of the interrupted run.
+    """
 
     epoch: int
     batches_done: int
@@ -18,11 +21,12 @@ class ResumedPlace(NamedTuple):
 
 
 def uncount_cut_epoch(trainer: pl.Trainer) -> None:
-    """Correct the counters if Lightning counted an epoch as processed that `max_steps` or a stop ended early.
+    """Correct the epoch counters if Lightning counted an epoch as complete that ended early.
 
-    Otherwise a resumed run would skip the remaining samples of that epoch, and would end at once if it was the last
-    epoch. The function may be called before or after Lightning has read the counters from the checkpoint, because
-    loaders may be created early (`estimated_stepping_batches`).
+    An epoch ends early because of `max_steps` or a stop. Without the correction a resumed run would skip the remaining
+    samples of that epoch, and would end at once if it was the last epoch. The function may be called before or after
+    Lightning has read the counters from the checkpoint, because loaders may be created early
+    (`estimated_stepping_batches`).
     """
     fit = trainer.fit_loop
     if fit._data_fetcher is not None:  # The fit has begun.
@@ -48,7 +52,7 @@ def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
 
 
 def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
-    """Correct the counters of epochs, and return whether the epoch of the checkpoint continues.
+    """Correct Lightning's epoch counters, and return whether the checkpoint's epoch continues.
 
     If it does not, the next epoch begins. With `max_steps`, Lightning 2.6 ends an epoch that was saved at its end a
     second time. It counts that epoch twice and skips the order of the next epoch, and the run ends an epoch early. A
@@ -75,17 +79,17 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
     fit._restarting = goes_on
     loop.restarting = goes_on
     fit.update_restart_stage()
-    # Lightning has not loaded them if it created the loader before it read the checkpoint
-    # (`estimated_stepping_batches`).
+    # Lightning has not loaded the loader states if it created the loader before it read the
+    # checkpoint (`estimated_stepping_batches`).
     fit._load_combined_loader_states()
     return goes_on
 
 
 def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> ResumedPlace:
-    """Return the position to which `goes_on_in_epoch` and `rewind_to_whole_steps` will set the counters.
+    """Return the epoch and batch at which the resumed run will continue, without changing counters.
 
-    The function changes no counter. It is needed, because Lightning requests the first batch of a loader without a
-    length before `FitLoop.reset`.
+    `goes_on_in_epoch` and `rewind_to_whole_steps` later set the counters to this position. It is needed earlier,
+    because Lightning requests the first batch of a loader without a length before `FitLoop.reset`.
     """
     epochs: Any = trainer.fit_loop.epoch_progress.current
     batches = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
@@ -103,7 +107,7 @@ def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -
 
 
 def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> int:
-    """Correct the counters of batches in the epoch that continues, and return its number of finished batches.
+    """Rewind the batch counters to the last whole optimizer step, and return the finished batches.
 
     Batches of an unfinished step are read again, because a checkpoint contains no gradients.
     """
@@ -127,7 +131,7 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
 
 
 def count_batches_as(trainer: pl.Trainer, num_before: int, num_now: int) -> None:
-    """Convert the counters of finished batches in this epoch to batches of another size.
+    """Convert the counters of finished batches in this epoch to a different batch size.
 
     Lightning 2.6 uses these counters to end an epoch and an accumulation, and restores them unchanged. The total over
     all epochs is not converted, because it counts batches that ran. Call the function after `rewind_to_whole_steps`,
@@ -145,7 +149,7 @@ def count_batches_as(trainer: pl.Trainer, num_before: int, num_now: int) -> None
     # written.
     for name in _COUNTS:
         setattr(current, name, getattr(current, name) + num_now - num_before)
-    # If a validation is due here, Lightning skips it and counts the step for loggers, even if it was counted before.
+    # If a validation is due here, Lightning skips it and counts the logging step, even if it was counted before.
     if loop.restarted_on_last and loop._batches_that_stepped == trainer.global_step:
         loop._batches_that_stepped -= loop._should_check_val_fx(fit._data_fetcher)
 
@@ -156,7 +160,7 @@ def _set_all(counts: Any, number: int) -> None:
 
 
 def _num_done(batches: dict[str, Any]) -> int:
-    """Return the number of finished batches of the epoch.
+    """Return the number of finished batches in the current epoch.
 
     A hook at the end of a batch saves the counters before the batch is counted as completed.
     """

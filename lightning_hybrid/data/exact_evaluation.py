@@ -1,12 +1,13 @@
-"""Evaluation loaders in which every sample counts once: the padding of `DistributedSampler` is left out.
+"""Evaluation loaders that count every sample once, without the padding of `DistributedSampler`.
 
     N samples, W ranks          DistributedSampler gives each rank ceil(N / W) samples. Some are repeats.
     full rank: rank < N mod W   has ceil(N / W) samples without a repeat
-    short rank: all others      has one sample less, and a repeat at the end of its share
+    short rank: all others      has one sample less, and a repeat as its last sample
 
 All batches before the last one have the same size on every rank. Only the last batch is smaller on short ranks, or
-missing if it would hold the repeat alone. If collectives were called between the batches before it, they may need
-batches of one size, and the last batch stays padded. A short rank therefore loads its last batch in both forms.
+missing if it would hold the repeat alone. If user code called collectives between the earlier batches, they may need
+batches of equal size, and the last batch stays padded. A short rank therefore loads its last batch both with and
+without the repeat.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _INDEX_RECORDER = "pytorch.overrides.distributed._IndexBatchSamplerWrapper"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationShare:
-    """Sizes of the batches of one rank, with and without its repeated sample.
+    """Batch sizes of one rank in evaluation, with and without its repeated sample.
 
     Args:
-        num_samples: Number of samples of all ranks.
-        num_ranks: Number of ranks that share them.
-        rank: Index of this rank among them.
-        batch_size: Largest number of samples in a batch.
+        num_samples: Number of samples in the data set.
+        num_ranks: Number of ranks over which the samples are distributed.
+        rank: Index of this rank.
+        batch_size: Maximum number of samples in a batch.
 
     >>> full, short = (EvaluationShare(num_samples=7, num_ranks=2, rank=rank, batch_size=3) for rank in (0, 1))
     >>> full.is_short, short.is_short, full.num_repeats
@@ -51,12 +52,12 @@ class EvaluationShare:
 
     @property
     def num_samples_per_rank(self) -> int:
-        """Number of samples of each rank, repeats included."""
+        """Number of samples of each rank, including repeats."""
         return -(-self.num_samples // self.num_ranks)
 
     @property
     def num_repeats(self) -> int:
-        """Number of samples that are added to give all ranks equally many."""
+        """Number of samples that are repeated to give all ranks the same number of samples."""
         return self.num_samples_per_rank * self.num_ranks - self.num_samples
 
     @property
@@ -66,10 +67,10 @@ class EvaluationShare:
 
     @property
     def last_batch_size(self) -> int:
-        """Number of samples in the last batch, repeats included.
+        """Number of samples in the last batch, including repeats.
 
-        It is at least 2 where possible, so that short ranks have a last batch too. Another batch always comes before
-        it, which shows whether the user's code calls collectives.
+        It is at least 2 if possible, so that short ranks have a last batch too. If possible, another batch comes before
+        it, which shows whether user code calls collectives.
         """
         size = self.num_samples_per_rank % self.batch_size or self.batch_size
         is_only_batch = size == self.num_samples_per_rank
@@ -81,17 +82,23 @@ class EvaluationShare:
 
     @property
     def num_samples_before_last(self) -> int:
-        """Number of samples in the batches before the last one."""
+        """Number of this rank's samples in the batches before the last one."""
         return self.num_samples_per_rank - self.last_batch_size
 
     @property
     def num_batches(self) -> int:
-        """Number of batches on a full rank. A short rank has as many, or one less."""
+        """Number of batches of a rank without a repeated sample.
+
+        A rank with a repeated sample has the same number, or one less.
+        """
         return -(-self.num_samples_before_last // self.batch_size) + 1
 
 
 def evaluation_share(loader: DataLoader[Any]) -> EvaluationShare | None:
-    """Return the share that the loader's `DistributedSampler` gives this rank, or None if the loader has none."""
+    """Return this rank's batch sizes under the loader's `DistributedSampler`.
+
+    None: the loader has no such sampler, or Lightning's sampler that does not repeat samples.
+    """
     sampler = _sampler_of(loader)
     if not isinstance(sampler, DistributedSampler):
         return None
@@ -107,18 +114,18 @@ def evaluation_share(loader: DataLoader[Any]) -> EvaluationShare | None:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Reason why a loader keeps its padding, with the change that removes it."""
+    """Reason why a loader keeps its padding, with the change that would remove it."""
 
     reason: str
     cure: str
 
 
 def obstacle_of(loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-    """Return why the repeats of this loader cannot be left out, or None if they can.
+    """Return the reason why a loader must keep its repeated samples, or None if it need not.
 
     Args:
-        loader: A loader under a `DistributedSampler`.
-        share: The share of this rank.
+        loader: Loader with a `DistributedSampler`.
+        share: Batch sizes of this rank.
     """
     sampler = _sampler_of(loader)
     if not _is_plain(sampler):
@@ -153,7 +160,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _is_plain(sampler: DistributedSampler[Any]) -> bool:
-    """Return whether a sampler deals samples as torch's or Lightning's own does."""
+    """Return whether a sampler distributes samples exactly as torch's or Lightning's sampler."""
     for plain_type in (DistributedSampler, *lightning_types(_WRAPPER)):
         if type(sampler).__iter__ is plain_type.__iter__:
             return True
@@ -161,7 +168,7 @@ def _is_plain(sampler: DistributedSampler[Any]) -> bool:
 
 
 def _makes_plain_batches(batch_sampler: Any) -> bool:
-    """Return whether a batch sampler cuts the order of its sampler into batches of one size."""
+    """Return whether a batch sampler is the plain `BatchSampler` of torch or torchdata."""
     if isinstance(batch_sampler, lightning_types(_INDEX_RECORDER)):
         batch_sampler = batch_sampler._batch_sampler
     kind = type(batch_sampler)
@@ -169,11 +176,13 @@ def _makes_plain_batches(batch_sampler: Any) -> bool:
 
 
 class ExactBatchSampler(BatchSampler):
-    """Batch sampler of one rank. On short ranks the last batch comes in both forms, without and with the repeat.
+    """Batch sampler of one rank that yields the last batch twice, without and with its repeated sample.
+
+    If the last batch has no repeated sample, or only this sample, it is yielded once.
 
     Args:
-        sampler: A `DistributedSampler` that pads.
-        share: The share that it gives this rank.
+        sampler: `DistributedSampler` that pads with repeated samples.
+        share: Batch sizes of this rank under the sampler.
 
     >>> sampler = DistributedSampler(range(7), num_replicas=2, rank=1, shuffle=False)
     >>> list(ExactBatchSampler(sampler, evaluation_share(DataLoader(range(7), batch_size=3, sampler=sampler))))
@@ -199,7 +208,10 @@ class ExactBatchSampler(BatchSampler):
 
 
 def with_exact_batches(loader: DataLoader[Any], share: EvaluationShare) -> DataLoader[Any]:
-    """Return a copy of `loader`, of its class, with an `ExactBatchSampler`. The user's own object stays as it is."""
+    """Return a copy of a loader that uses an `ExactBatchSampler`.
+
+    The copy has the same class, and the user's own object is not changed.
+    """
     copied: DataLoader[Any] = copy_of_loader(loader)
     batch_sampler: Any = ExactBatchSampler(_sampler_of(loader), share)
     if isinstance(loader.batch_sampler, lightning_types(_INDEX_RECORDER)):
@@ -210,30 +222,30 @@ def with_exact_batches(loader: DataLoader[Any], share: EvaluationShare) -> DataL
 
 
 class CollectiveWatch(Protocol):
-    """Observer of the collectives that user code calls between batches."""
+    """Interface of a counter of the collectives that user code calls between batches."""
 
     def num_collectives(self) -> int:
         """Return the number of collectives that user code has called in this process."""
 
     def num_before_step(self) -> int:
-        """Return the number of collectives that user code had called before the last evaluation step began."""
+        """Return the number of collectives that user code called before the latest evaluation step."""
 
     def note_padding(self, share: EvaluationShare) -> None:
-        """Note that the last batch stays padded because user code calls collectives."""
+        """Record that the last batch stays padded because user code calls collectives."""
 
 
 _OWN_ATTRIBUTES = ("_batches", "_share", "_watch")
 
 
 class ExactEvaluationLoader:
-    """Loader of one rank's batches that chooses the form of the last batch when it is due.
+    """Evaluation loader of one rank that omits the repeated sample unless user code calls collectives.
 
-    Everything but iteration is the inner loader's: attributes are read from and written to it.
+    The last batch is chosen only when it is requested. All attributes are read from and written to the inner loader.
 
     Args:
-        batches: The loader of `with_exact_batches`, or a prefetcher around it.
-        share: The share of this rank.
-        watch: Observer of the collectives that user code calls.
+        batches: Loader that `with_exact_batches` returned, or a prefetcher around it.
+        share: Batch sizes of this rank.
+        watch: Counter of the collectives that user code calls.
     """
 
     def __init__(
@@ -247,11 +259,11 @@ class ExactEvaluationLoader:
         return _ExactIterator(self)
 
     def __len__(self) -> int:
-        # Equal on all ranks, so that user code that compares `batch_idx` with it does the same on all ranks.
+        # Equal on all ranks, so that user code that compares `batch_idx` with the length behaves the same on all ranks.
         return self._share.num_batches
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and unpickling ask for attributes before there is a loader.
+        # Copying and unpickling read attributes before the inner loader is set.
         if name in _OWN_ATTRIBUTES:
             raise AttributeError(name)
         return getattr(self._batches, name)
@@ -263,7 +275,7 @@ class ExactEvaluationLoader:
             setattr(self._batches, name, value)
 
     def forget_recorded_form(self) -> None:
-        """Remove the smaller form of the last batch from the indices that Lightning records in prediction."""
+        """Remove the unpadded last batch from the indices that Lightning records in prediction."""
         recorded = getattr(self.batch_sampler, "seen_batch_indices", None)
         if recorded:
             del recorded[self._share.num_batches - 1]
@@ -272,8 +284,9 @@ class ExactEvaluationLoader:
 class _ExactIterator(Iterator[Any]):
     """Iterator of an `ExactEvaluationLoader`.
 
-    A class and not a generator, because what users copy during a fit, such as the trainer, holds it. A copy begins
-    again, as Lightning leaves iterators of torch's loaders out of its own copies.
+    It is a class and not a generator, because it must be possible to copy the objects that hold it during training,
+    such as the trainer. A copy starts from the first batch, as Lightning leaves iterators of torch's loaders out of
+    its own copies.
     """
 
     def __init__(self, loader: ExactEvaluationLoader) -> None:
@@ -295,7 +308,7 @@ class _ExactIterator(Iterator[Any]):
             self._num_collectives_before = loader._watch.num_collectives()
         self._num_given += 1
         if self._num_given == 2:
-            # After Lightning has the first batch of a loader, it reduces what was logged for the loader before.
+            # After Lightning has the first batch of a loader, it reduces the values logged for the previous loader.
             num_before_step = loader._watch.num_before_step()
             self._num_collectives_before = max(self._num_collectives_before, num_before_step)
         if self._num_given < loader._share.num_batches:
@@ -307,7 +320,7 @@ class _ExactIterator(Iterator[Any]):
         return self._last_batch(batches)
 
     def _last_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the last batch, in the form that suits the user's code.
+        """Return the last batch, with the repeated sample only if user code called collectives.
 
         Raises:
             StopIteration: The batch would hold the repeat alone.

@@ -1,12 +1,12 @@
-"""Exact resume in the middle of an epoch for a user's `DataLoader`, with the same samples and random numbers.
+"""Exact mid-epoch resume for a user's `DataLoader`, with the same samples and random numbers.
 
-    index lists       are drawn from the user's sampler. A resumed run draws the earlier lists again, and drops them.
-    global streams    of random numbers are seeded by (seed, epoch, cycle, batch), and for the content of a batch also
-                      by the rank, in the worker that reads the batch.
-    own streams       of samplers are saved with their state at the beginning of the iteration.
-    checksum          of the index lists. If a resumed order differs, an error is raised on every rank.
+    index lists         are drawn from the user's sampler. A resumed run draws the earlier lists again, and drops them.
+    global generators   of random numbers are seeded by (seed, epoch, cycle, batch), and for the content of a batch also
+                        by the rank, in the worker that reads the batch.
+    sampler generators  are saved with their state at the beginning of the iteration.
+    checksum            of the index lists. If a resumed order differs, an error is raised on every rank.
 
-Only the training loop's own iterator begins at the position and changes it. Other iterators run over all data.
+Only the training loop's own iterator starts at the resumed position and updates it. Other iterators run over all data.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["ExactLoader", "NotExactError", "can_be_exact", "exact"]
 
 
 def can_be_exact(loader: object) -> bool:
-    """Return whether `exact` supports a loader.
+    """Return whether a loader can be made to resume exactly by `exact`.
 
-    It supports torch's loaders without their own state, and torchdata's loader. torchdata's own state is not used,
-    because with a distributed sampler it is incomplete, and one batch of a stream would be lost.
+    `exact` supports torch's loaders that have no state of their own, and torchdata's loader. torchdata's own state is
+    not used, because with a distributed sampler it is incomplete, and one batch of an iterable data set would be lost.
     """
     is_torchdata = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
     return isinstance(loader, DataLoader) and (
@@ -37,7 +37,10 @@ def can_be_exact(loader: object) -> bool:
 
 
 def exact(loader: DataLoader[Any], reader: Reader) -> Any:
-    """Return a copy of a loader that resumes exactly. The user's own object is not changed."""
+    """Return a copy of a loader that can resume exactly in the middle of an epoch.
+
+    The user's own object is not changed.
+    """
     copied = copy_of_loader(loader)
     copied.__class__ = type(
         type(loader).__name__, (ExactLoader, type(loader)), {"__module__": __name__}
@@ -47,7 +50,10 @@ def exact(loader: DataLoader[Any], reader: Reader) -> Any:
 
 
 class ExactLoader(DataLoader[Any]):
-    """Base class that `exact` adds to the class of a loader. The implementation is in its `exact_resume`."""
+    """Base class that adds exact mid-epoch resume to a user's `DataLoader` class.
+
+    `exact` creates the derived class. The implementation is in the attribute `exact_resume`.
+    """
 
     exact_resume: ExactResume
 
@@ -55,15 +61,18 @@ class ExactLoader(DataLoader[Any]):
         return PlaceIterator(self.exact_resume)
 
     def of_user_class(self) -> Any:
-        """Return a proxy of the loader with the methods of the user's class."""
+        """Return a `super()` proxy of the loader that calls the methods of the user's class."""
         return super()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch that training has read."""
+        """Return the loader's state after the last batch that training has read."""
         return self.exact_resume.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a state that a strategy of this package saved, which contains the states of all ranks."""
+        """Resume from a checkpointed state that contains the states of all ranks.
+
+        The strategies of this package save such states.
+        """
         self.exact_resume.load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

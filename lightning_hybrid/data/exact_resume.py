@@ -1,4 +1,4 @@
-"""Exact resume of one training loader: its position, the random state of its batches, and a check of its order."""
+"""Exact mid-epoch resume of one training loader, with its random states and a check of its order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class NotExactError(RuntimeError):
 
 
 class Reader(Protocol):
-    """Rank that reads a loader, and source of the position at which iterations begin."""
+    """Interface to the rank that reads a loader, and to the position at which iterations begin."""
 
     rank: int
     world_size: int
@@ -61,20 +61,20 @@ class Reader(Protocol):
 
     @property
     def sets_epochs(self) -> bool:
-        """True if an iteration sets the epoch of samplers, because Lightning's training loop does not."""
+        """True if the loader must set the epoch of its samplers, because Lightning does not."""
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop holds this iterator, rather than user code."""
+        """Return whether the training loop, rather than user code, holds this iterator."""
 
     def is_within_training(self) -> bool:
-        """Return whether the training loop is reading loaders now."""
+        """Return whether the training loop is currently reading its loaders."""
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the position at which an iteration begins now."""
+        """Return the position at which the next iteration of this loader must begin."""
 
 
 class ExactResume:
-    """Exact resume of one training loader: its position, the random state of its batches, and a check of its order.
+    """Position, random states and order checks with which one training loader resumes exactly.
 
     Args:
         loader: Copy of the user's loader, of a class derived from `ExactLoader`.
@@ -106,7 +106,10 @@ class ExactResume:
         object.__setattr__(loader, sampler_name, index_lists)
 
     def without_resume(self) -> DataLoader[Any]:
-        """Return a loader of the user's class, with the attributes that its methods have changed."""
+        """Return a loader of the user's class without exact resume.
+
+        It has the attribute values that methods of the loader have changed.
+        """
         plain = copy_of_loader(self.user_loader)
         for name, value in vars(self.loader).items():
             is_replaced = name in ("exact_resume", "sampler", "batch_sampler", "_iterator")
@@ -116,7 +119,7 @@ class ExactResume:
 
     @property
     def layout(self) -> StepLayout:
-        """Division of a step's images over ranks and batches."""
+        """Division of an optimizer step's images over ranks and batches."""
         return StepLayout(
             world_size=self.reader.world_size,
             batch_size=self.loader.batch_size,
@@ -131,9 +134,10 @@ class ExactResume:
 
     @property
     def _keeper(self) -> Any:
-        """Object that saves and restores the state of a stream, or None.
+        """Object that saves and restores the position in an iterable data set, or None.
 
-        It is torchdata's loader, or the data set if there are no workers, which would have copies of it.
+        It is torchdata's loader, or the data set itself if there are no workers. Workers would have copies of the data
+        set.
         """
         if not self.is_stream:
             return None
@@ -147,7 +151,10 @@ class ExactResume:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch of training. Its entry `own` differs between ranks."""
+        """Return the loader's state after the last batch that training has read.
+
+        The entry `own` differs between ranks.
+        """
         current = self.current
         own: dict[str, Any] = {
             "seed": self.reader.seed,
@@ -178,9 +185,10 @@ class ExactResume:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a state whose entry `of_ranks` holds the entry `own` of each rank.
+        """Resume from a checkpointed state that contains the states of all ranks.
 
-        A state that torchdata's loader has saved under `ddp` is ignored.
+        The entry `of_ranks` holds the entry `own` of each rank. A state that torchdata's loader has saved under `ddp`
+        is ignored.
         """
         if "of_ranks" not in state_dict:
             return
@@ -192,14 +200,15 @@ class ExactResume:
         if own is not None:
             self.loaded |= {"batches": own["batches"], "total": own["total"]}
         self.has_state = True
-        # Another number of ranks can use the seed of any rank, because the seeds of batches also depend on the rank.
+        # If the number of ranks has changed, the seed of any rank can be used, because the seeds of batches also depend
+        # on the rank.
         seed_of = own if own is not None else next(iter(of_ranks.values()))
         self._seed_of_checkpoint = seed_of["seed"]
         self.reader.seed = self._seed_of_checkpoint
         self._take_sampler_seeds(state_dict["sampler_seeds"])
 
     def _take_sampler_seeds(self, seeds: list[int | None]) -> None:
-        """Let the samplers that Lightning has seeded shuffle by the seed of the interrupted run."""
+        """Set the seed of the interrupted run on samplers that Lightning has seeded."""
         other_seed = self.traits.other_seed(seeds)
         self.traits.take_seeds(seeds)
         if other_seed is not None and self.traits.other_seed(seeds) is None:
@@ -233,7 +242,7 @@ class ExactResume:
     # ---- random numbers --------------------------------------------------------------------------------------------
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global random streams for a purpose."""
+        """Return the numbers that seed the global random number generators for a purpose."""
         place = self.current.place
         words = (
             self.reader.seed % 2**64,
@@ -246,7 +255,7 @@ class ExactResume:
         return (*words, self.reader.rank) if purpose == CONTENT else words
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return a context in which the global random streams are seeded for a purpose."""
+        """Return a context manager that seeds the global random number generators for a purpose."""
         return self._seeded(*self.words(purpose, batch_number))
 
     def _states_of_streams(self) -> list[Any]:
@@ -264,13 +273,16 @@ class ExactResume:
         return self.reader.is_reading(holder)
 
     def plain_pass(self) -> Iterator[Any]:
-        """Begin an iteration over all batches that does not change the position."""
+        """Iterate over all batches without changing the training position."""
         self._num_looks += 1
         words = (self.reader.seed % 2**64, self.number, self._num_looks, LOOK, self.reader.rank)
         return plain_pass(self.user_loader, *words, is_training=self.reader.is_within_training())
 
     def rest_of_epoch(self) -> Iterator[Any]:
-        """Begin the training loop's iteration, at the position that the reader returns."""
+        """Iterate over the remaining batches of the epoch, and advance the training position.
+
+        The iteration begins at the position that the reader returns.
+        """
         place = self.reader.place_of(self)
         if place.cycle and not self.has_begun and not self._has_ended_once:
             # Lightning then requests another iterator, and records that this loader has ended once.
@@ -318,14 +330,14 @@ class ExactResume:
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
 
     def _keep_order_of(self, state: Mapping[str, Any]) -> None:
-        """Keep what the saved state says of an order that has ended, for a checkpoint before the next epoch."""
+        """Copy the saved order of a finished epoch, for a checkpoint that is written before the next epoch."""
         self.current.checksum = state["own"]["checksum"]
         self.current.own_streams = state["own"].get("streams", [])
         self.current.sampler_epochs = state["sampler_epochs"]
         self.current.dataset_epoch = state["dataset_epoch"]
 
     def _iterator_after_place(self, stream_states: Mapping[int, Any]) -> Iterator[Any]:
-        """Return the user's iterator, advanced to the position of the pass."""
+        """Create the user's iterator, and advance it to the position at which the iteration begins."""
         place = self.current.place
         num_restored = max(
             (number for number in stream_states if number <= place.batches), default=0
@@ -350,7 +362,7 @@ class ExactResume:
         return batches
 
     def _set_epochs(self, state: Mapping[str, Any], is_saved_pass: bool) -> None:
-        """Set samplers, and a data set with epochs, to the epochs of the interrupted run.
+        """Set the samplers and the data set to the epochs of the interrupted run.
 
         Without a checkpoint, Lightning and the user's hooks set them. These hooks do not run again in the middle of an
         epoch.
@@ -369,7 +381,7 @@ class ExactResume:
         self.current.dataset_epoch = epoch_of(self.loader.dataset)
 
     def _check_order_before(self, place: Place, state: Mapping[str, Any]) -> None:
-        """Warn if the order of later epochs cannot be that of the interrupted run."""
+        """Warn if the order of later epochs may differ from the interrupted run."""
         own = state.get("own") or {}
         if state and not own and self.traits.own_streams and not self.traits.follows_from_epoch:
             warnings.warn(
@@ -385,7 +397,7 @@ class ExactResume:
     def _replay_index_lists(
         self, place: Place, state: Mapping[str, Any], own: Mapping[str, Any]
     ) -> None:
-        """Draw the index lists of the previous epoch again, and compare them with the interrupted run.
+        """Draw the previous epoch's index lists again, and warn if they differ from the interrupted run.
 
         There are no index lists of the next epoch to compare with.
         """
@@ -405,7 +417,7 @@ class ExactResume:
         self.traits.set_epochs(epochs, place.epoch)
 
     def read(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, and count it."""
+        """Return the next batch, and advance the training position."""
         current = self.current
         with (
             nullcontext()
@@ -431,8 +443,8 @@ class ExactResume:
         keeper = self._keeper
         if keeper is not None:
             current.stream_states[current.batches_done] = copy.deepcopy(keeper.state_dict())
-            # States of earlier batches are needed, because Lightning may hold one batch, and the batches of an
-            # unfinished step are read again.
+            # States of earlier batches are needed, because Lightning may have fetched one batch ahead, and the batches
+            # of an unfinished step are read again.
             num_needed = self.reader.accumulate_grad_batches + 2
             current.stream_states.pop(current.batches_done - num_needed, None)
         elif self.is_stream:
@@ -451,7 +463,10 @@ class ExactResume:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def compare(self, batch_number: int, checksum: int | None) -> None:
-        """Compare the order with the interrupted run at the batch where that run was saved."""
+        """Raise `NotExactError` if the samples before the checkpoint differ from the interrupted run.
+
+        The checksums are compared at the batch after which the interrupted run was saved.
+        """
         expected = self.current.expected
         if expected is None or batch_number != expected[0]:
             return
@@ -465,9 +480,9 @@ class ExactResume:
             )
 
     def _possible_seed(self) -> str:
-        """Return a sentence about the seeds of the two runs, if another seed may be why their orders differ."""
+        """Return a sentence about the seeds of the two runs, if they may explain the different orders."""
         saved_seed = self._seed_of_checkpoint
-        # A larger one is torch's own, of a run without `seed_everything`.
+        # A larger seed is chosen by torch, in a run without `seed_everything`.
         if saved_seed == self._seed_of_script or saved_seed >= 2**32:
             return ""
         script = f"seed_everything({self._seed_of_script})"
@@ -479,7 +494,7 @@ class ExactResume:
         )
 
     def _refuse_other_seed(self, state: Mapping[str, Any]) -> None:
-        """Refuse a `DistributedSampler` of the user's that shuffles by another seed."""
+        """Raise an error if the user's `DistributedSampler` has a different seed than when it was saved."""
         other_seed = self.traits.other_seed(state["sampler_seeds"])
         if other_seed is not None:
             saved_seed, seed = other_seed
@@ -489,7 +504,7 @@ class ExactResume:
             )
 
     def compare_end_of_order(self) -> None:
-        """Raise an error if the order has ended before the batch where the interrupted run was saved."""
+        """Raise an error if the order ends before the batch at which the interrupted run was saved."""
         if self.current.expected is not None:
             self.compare(self.current.expected[0], None)
 
@@ -510,13 +525,13 @@ class ExactResume:
             raise self.error(str(error)) from None
 
     def has_other_batches(self) -> bool:
-        """Return whether the batches of the interrupted run contain other samples than the batches of this run."""
+        """Return whether batches contain different samples than the batches of the interrupted run."""
         return self.loaded is not None and not self.layout.has_batches_of(
             StepLayout.from_state(self.loaded)
         )
 
     def refuse_second_reader(self) -> None:
-        """Raise an error if the training loop begins an iteration while the previous one has batches left.
+        """Raise an error if the training loop starts an iteration before the previous one has ended.
 
         This happens if user code iterates over the `CombinedLoader` of a fit, which replaces the loop's iterators.
         """
@@ -577,7 +592,7 @@ class ExactResume:
                 )
 
     def error(self, reason: str) -> NotExactError:
-        """Return an error with the name of this loader and the reason."""
+        """Create a `NotExactError` that names this loader and the reason."""
         return NotExactError(
             f"The training loader ({type(self.loader).__name__} of {type(self.loader.dataset).__name__}) cannot be "
             f"resumed in the middle of an epoch: {reason}. Alternatively, resume from the end of an epoch, or set "
@@ -586,7 +601,7 @@ class ExactResume:
 
 
 class _Batches(Iterator[Any]):
-    """Iterator of the training loop, which counts its batches."""
+    """Iterator of the training loop that counts the batches it returns."""
 
     def __init__(self, resume: ExactResume, batches: Iterator[Any]) -> None:
         self._resume = resume

@@ -1,4 +1,4 @@
-"""Index lists of a loader that resumes exactly, which are drawn from the user's sampler, checked and skipped."""
+"""Sampler wrapper for exact resume, which checks and skips the index lists before the resumed position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START, ITER, ORDER, CONTENT, LOOK = range(5)
 END = object()
 
 _ORDER_FROM_EPOCH = (DistributedSampler, data.SequentialSampler)
-# These samplers draw from the global streams only before their first index.
+# These samplers use the global random number generators only before their first index.
 _DRAW_AT_ONCE = (
     *_ORDER_FROM_EPOCH,
     data.RandomSampler,
@@ -33,7 +33,7 @@ _DRAW_AT_ONCE = (
 
 
 class SamplerTraits:
-    """Properties of a loader's samplers, which determine how its order can be restored.
+    """Properties of a loader's samplers that determine how its order can be restored.
 
     Args:
         loader: Loader with the user's samplers.
@@ -42,10 +42,11 @@ class SamplerTraits:
 
     Attributes:
         samplers: Sampler of the loader, and the samplers that it draws from.
-        own_streams: Streams of random numbers that the loader and its samplers hold.
+        own_streams: Random number generators that the loader and its samplers hold.
         draws_at_once: Whether all random numbers are drawn before the first index.
         follows_from_epoch: Whether the order depends only on the epoch and the sampler's seed.
-        dealt: Values that determine the order of a `DistributedSampler` for any number of ranks. None: another sampler.
+        dealt: Values that determine the order of a `DistributedSampler` for any number of ranks. None: any other
+            sampler.
     """
 
     def __init__(self, loader: DataLoader[Any], world_size: int, rank: int) -> None:
@@ -58,7 +59,8 @@ class SamplerTraits:
         self.draws_at_once = type(image_sampler) in _DRAW_AT_ONCE and not draws_by_batch
         self.follows_from_epoch = type(image_sampler) in _ORDER_FROM_EPOCH and not draws_by_batch
 
-        # Lightning deals such an order to any number of ranks, so that a step's images do not depend on the ranks.
+        # Lightning distributes such an order over any number of ranks, so that a step's images do not depend on the
+        # number of ranks.
         self._is_dealt = (
             type(image_sampler) is DistributedSampler
             and not draws_by_batch
@@ -70,7 +72,10 @@ class SamplerTraits:
 
     @property
     def dealt(self) -> tuple[Any, ...] | None:
-        """Number of images, seed and options of an order that any number of ranks can share, None for others."""
+        """Settings of a data order that does not depend on the number of ranks, or None for other orders.
+
+        They are the number of images, the seed and the options of the `DistributedSampler`.
+        """
         if not self._is_dealt:
             return None
         sampler = self._image_sampler
@@ -83,14 +88,14 @@ class SamplerTraits:
         )
 
     def seeds(self) -> list[int | None]:
-        """Return the seeds of the `DistributedSampler`s, and None for other samplers."""
+        """Return the seed of each `DistributedSampler`, and None for each other sampler."""
         seeds: list[int | None] = []
         for sampler in self.samplers:
             seeds.append(sampler.seed if isinstance(sampler, DistributedSampler) else None)
         return seeds
 
     def take_seeds(self, seeds: list[int | None]) -> None:
-        """Give the samplers that have the seed of `seed_everything` the seeds of an interrupted run."""
+        """Set the seeds of an interrupted run on samplers that use the seed of `seed_everything`."""
         seed_of_run = int(os.environ.get("PL_GLOBAL_SEED", 0))
         for sampler, seed in zip(self.samplers, seeds, strict=False):
             is_seeded_by_run = (
@@ -100,7 +105,7 @@ class SamplerTraits:
                 sampler.seed = seed
 
     def other_seed(self, seeds: list[int | None]) -> tuple[int, int] | None:
-        """Return the first of these seeds that differs from its sampler's, and the sampler's, or None."""
+        """Return the first saved seed that differs from its sampler's seed, and that seed, or None."""
         for sampler, seed in zip(self.samplers, seeds, strict=False):
             if isinstance(sampler, DistributedSampler) and seed not in (None, sampler.seed):
                 return seed, sampler.seed
@@ -111,7 +116,7 @@ class SamplerTraits:
         return [epoch_of(sampler) for sampler in self.samplers]
 
     def set_epochs(self, epochs: list[int | None], default: int) -> None:
-        """Set the epochs of the samplers. None stands for `default`."""
+        """Set the epoch of each sampler, with `default` in place of None."""
         for sampler, epoch in zip(self.samplers, epochs, strict=False):
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(default if epoch is None else epoch)
@@ -128,7 +133,7 @@ def epoch_of(owner: Any) -> int | None:
 
 
 def _chain_of(sampler: Any) -> list[Any]:
-    """Return a sampler and the samplers that it draws from, including those in Lightning's wrapper of samplers."""
+    """Return a sampler and all samplers that it draws from, including those in Lightning's wrapper."""
     chain: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -145,7 +150,7 @@ def _chain_of(sampler: Any) -> list[Any]:
 
 
 class FollowsOrder(Protocol):
-    """Interface of `ExactResume` for `IndexLists`: position, random seeds and comparison of checksums."""
+    """Interface through which `IndexLists` uses the position, seeds and checks of `ExactResume`."""
 
     loader: Any
     traits: SamplerTraits
@@ -153,20 +158,22 @@ class FollowsOrder(Protocol):
     current: TrainingPass
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global random streams for a purpose."""
+        """Return the numbers that seed the global random number generators for a purpose."""
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return a context in which the global random streams are seeded for a purpose."""
+        """Return a context manager that seeds the global random number generators for a purpose."""
 
     def compare(self, batch_number: int, checksum: int | None) -> None:
-        """Compare the order with the interrupted run."""
+        """Raise an error if the samples before the checkpoint differ from the interrupted run."""
 
     def compare_end_of_order(self) -> None:
-        """Raise an error if the order has ended too early."""
+        """Raise an error if the order ends before the batch at which the interrupted run was saved."""
 
 
 class IndexLists:
-    """Replacement of the sampler or batch sampler in the copy of a loader.
+    """Sampler wrapper that seeds and checks index lists, and skips those before the resumed position.
+
+    It replaces the sampler or batch sampler in the copy of a loader.
 
     Args:
         sampler: Sampler or batch sampler of the user.
@@ -184,7 +191,10 @@ class IndexLists:
         return self._after_place(indices)
 
     def _after_place(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Yield the index lists after the position of the resume. Earlier lists are drawn, checked and dropped."""
+        """Yield the index lists after the resumed position.
+
+        Earlier lists are drawn, checked and dropped.
+        """
         resume = self._resume
         batch_number = 0
         checksum = 0
@@ -212,7 +222,7 @@ class IndexLists:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_sampler", "_resume"):
-            raise AttributeError(name)  # `copy` asks for attributes before they exist.
+            raise AttributeError(name)  # `copy` reads attributes before they exist.
         return getattr(self._sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -220,7 +230,7 @@ class IndexLists:
 
 
 def _checksum_of_index(index: Any, before: int) -> int:
-    """Return the checksum of index lists up to `index`, given the checksum of the lists before it."""
+    """Return the checksum of all index lists up to `index`, given the checksum of the earlier lists."""
     numbers = index if isinstance(index, list | tuple) else [index]
     try:
         return zlib.crc32(array("q", numbers), before)
@@ -232,7 +242,7 @@ def _checksum_of_index(index: Any, before: int) -> int:
 
 
 def checksum_of_index_lists(index_lists: Iterable[Any]) -> int:
-    """Return the checksum that a loader with exact resume has after the batches of these index lists."""
+    """Return the checksum of index lists, as a loader with exact resume computes it."""
     checksum = 0
     for index in index_lists:
         checksum = _checksum_of_index(index, checksum)
@@ -240,9 +250,9 @@ def checksum_of_index_lists(index_lists: Iterable[Any]) -> int:
 
 
 def checksum_of_batch(batch: Any) -> int:
-    """Return a checksum of a batch.
+    """Return a checksum of the values in a batch.
 
-    It covers the first 64 numbers of each tensor, because all numbers would take too long.
+    It covers the first 64 values of each tensor, because all values would take too long.
     """
     values: list[Any] = []
     for leaf in tree_leaves(batch):

@@ -1,4 +1,4 @@
-"""Order of images as a function of (seed, epoch, step, rank, world size), and loaders that resume in this order."""
+"""Deterministic order of the training images, and loaders that can resume at any position in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ Indices = NDArray[np.int64]
 def batch_size_per_rank(
     *, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1
 ) -> int:
-    """Return the number of images per rank and batch: `global_batch_size / (world_size * accumulate_grad_batches)`.
+    """Compute the number of images per rank and batch from the global batch size.
+
+    It is `global_batch_size / (world_size * accumulate_grad_batches)`.
 
     Raises:
         ValueError: The quotient is not a whole number.
@@ -50,7 +52,9 @@ def batch_size_per_rank(
 def largest_global_batch_size(
     num_images: int, *, world_size: int, accumulate_grad_batches: int = 1
 ) -> int:
-    """Return the largest global batch size for a number of images, with at least one image per rank and batch.
+    """Return the largest valid global batch size for a number of images.
+
+    It has at least one image per rank and batch, even if this exceeds the number of images.
 
     >>> largest_global_batch_size(41, world_size=2, accumulate_grad_batches=4)
     40
@@ -61,15 +65,15 @@ def largest_global_batch_size(
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOrder:
-    """Order of the images in all batches of one rank.
+    """Deterministic order of the training images in all batches of one rank.
 
     The order of an epoch is a permutation P that depends only on (seed, epoch). With G = `global_batch_size`, A =
     `accumulate_grad_batches`, W = `world_size` and b = G / (A W), batch a of step s of rank r is
 
         P[s G + (a W + r) b : s G + (a W + r + 1) b]
 
-    So ranks read disjoint images. An epoch has `num_images // G` steps, and the remaining images are left out, in each
-    epoch others. The images of a step do not depend on W and A, which may change between steps.
+    So ranks read disjoint images. An epoch has `num_images // G` steps. The remaining images are left out, and differ
+    from epoch to epoch. The images of a step do not depend on W and A, which may change between steps.
 
     Args:
         num_images: Number of training images.
@@ -149,14 +153,17 @@ class EpochOrder:
         return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
 
     def share(self, permutation: Indices, batch: int) -> Indices:
-        """Return the images of this rank's batch number `batch` in the epoch, as a view of the permutation."""
+        """Return the image indices of one of this rank's batches, as a view of the permutation.
+
+        `batch` is the index of the batch in the epoch.
+        """
         # Batches of successive steps are adjacent, because s G + a W b = (s A + a) W b.
         start = (batch * self.world_size + self.rank) * self.batch_size_per_rank
         return permutation[start : start + self.batch_size_per_rank]
 
 
 class ResumableLoader(ABC):
-    """Base class of loaders that return one rank's batches in the order of an `EpochOrder`, from any position.
+    """Base class of loaders that follow an `EpochOrder` and can resume at any position.
 
     The state counts steps of the global batch, so it is equal on all ranks, and Lightning saves only rank zero's state.
     A checkpoint between two steps resumes exactly with any `world_size` and `accumulate_grad_batches`. A checkpoint
@@ -172,7 +179,7 @@ class ResumableLoader(ABC):
             strategies it is needed to resume a run with `max_steps` exactly from the end of an epoch.
     """
 
-    # Without equal values the order of an epoch differs.
+    # If one of these values differs, the order of an epoch differs.
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")
     _SAME_IN_STEP: ClassVar[tuple[str, ...]] = ("world_size", "accumulate_grad_batches")
 
@@ -187,11 +194,14 @@ class ResumableLoader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
-        """Yield one batch for each share of images. The generator is closed when the consumer stops."""
+        """Yield one batch for each array of image indices.
+
+        The generator is closed when the consumer stops.
+        """
 
     @property
     def sampler(self) -> ResumableLoader:
-        """The loader itself, because Lightning calls `sampler.set_epoch`."""
+        """The loader itself, on which Lightning calls `set_epoch`."""
         return self
 
     @property
@@ -204,7 +214,9 @@ class ResumableLoader(ABC):
         self._trainer = weakref.ref(trainer)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the beginning of `epoch`, unless that epoch has already begun, for example after a resume.
+        """Move to the beginning of an epoch, unless this epoch has already begun.
+
+        After a resume, for example, the position in the epoch must not change.
 
         Raises:
             RuntimeError: The trainer is unknown, and `epoch` does not follow the resumed position.
@@ -243,9 +255,9 @@ class ResumableLoader(ABC):
             count_batches_as(trainer, num_before, self.batches_done)
 
     def every_image(self) -> Iterator[Batch]:
-        """Yield this rank's batches of a pass in which the ranks together read every image exactly once.
+        """Yield this rank's batches of a pass over the data in which every image is read exactly once.
 
-        Augmentation is that of epoch 0.
+        Images are distributed over the ranks, and augmented as in epoch 0.
         """
         order = self.order
         shares = eval_shares(
@@ -271,8 +283,8 @@ class ResumableLoader(ABC):
         """Resume at the position in `state`.
 
         Raises:
-            ValueError: The checkpoint has another order of images, or is from the middle of a step that was divided in
-                another way.
+            ValueError: The checkpoint has a different order of images, or is from the middle of a step that was divided
+                differently over ranks and batches.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
@@ -322,9 +334,9 @@ class ResumableLoader(ABC):
         return PlaceIterator(self)
 
     def is_read_by_training(self, holder: Iterator[Batch]) -> bool:
-        """Return whether an iterator changes the position.
+        """Return whether an iterator advances the position of the loader.
 
-        With a trainer only the iterator of its training loop does. Without a trainer every iterator does.
+        With a trainer, only the iterator of its training loop does so. Without a trainer, every iterator does.
         """
         return self.trainer is None or is_held_by_training(self.trainer, holder)
 
@@ -337,7 +349,10 @@ class ResumableLoader(ABC):
             yield from batches
 
     def rest_of_epoch(self) -> Iterator[Batch]:
-        """Yield the remaining batches of the epoch, and change the position. After its end, begin the next epoch."""
+        """Yield the remaining batches of the epoch, and advance the position.
+
+        If no batch of the epoch is left, the next epoch begins.
+        """
         if self.batches_done >= len(self):
             # `set_epoch` was not called at the end of the epoch.
             # Lightning itself never exhausts a loader with a length.
@@ -358,7 +373,7 @@ class ResumableLoader(ABC):
 def eval_shares(
     *, num_images: int, world_size: int, rank: int, batch_size_per_rank: int
 ) -> list[Indices]:
-    """Return the images in each batch of one rank, such that the ranks together read every image exactly once.
+    """Return the image indices of one rank's evaluation batches, with each image on exactly one rank.
 
     Rank r reads the images r, r + world_size, ... No image is repeated, so the numbers of images per rank differ by up
     to one. All ranks have the same number of batches, at least one, so a batch may have one more image than

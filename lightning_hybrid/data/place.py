@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Place(NamedTuple):
-    """Position at which an iteration begins.
+    """Position in the training data at which an iteration begins.
 
     Args:
         epoch: Index of the epoch.
@@ -22,30 +22,29 @@ class Place(NamedTuple):
 
 
 class HasPlace(Protocol):
-    """Loader with a position that only the training loop changes."""
+    """Interface of loaders whose position only the training loop can change."""
 
     def is_read_by_training(self, holder: Iterator[Any]) -> bool:
         """Return whether the training loop holds this iterator."""
 
     def rest_of_epoch(self) -> Iterator[Any]:
-        """Begin an iteration at the loader's position, which changes the position."""
+        """Iterate over the remaining batches of the epoch, and advance the loader's position."""
 
     def plain_pass(self) -> Iterator[Any]:
-        """Begin an iteration over all batches that does not change the position."""
+        """Iterate over all batches without changing the loader's position."""
 
 
 class PlaceIterator(Iterator[Any]):
-    """Iterator over a loader with a position.
+    """Iterator that yields the remaining batches in the training loop, but all batches in user code.
 
-    In the training loop it yields the remaining batches of the epoch, and in user code all batches. It starts with its
-    first batch, because Lightning creates iterators before it sets the epoch. A copy starts again, because Lightning
-    does not copy iterators of torch's loaders either.
+    The inner iterator is created when the first batch is requested, because Lightning creates iterators before it sets
+    the epoch. A copy starts again, because Lightning does not copy iterators of torch's loaders either.
 
     Args:
         loader: Loader with a position.
 
     Attributes:
-        holder: Iterator of a prefetcher that the training loop or user code holds instead of this one.
+        holder: Iterator of a prefetcher that the training loop or user code holds instead of this iterator.
     """
 
     def __init__(self, loader: HasPlace) -> None:
@@ -69,10 +68,10 @@ class PlaceIterator(Iterator[Any]):
 
 
 class OuterIterator(Iterator[Any]):
-    """Base of an iterator that the training loop holds in place of another one.
+    """Base class of iterators that wrap another iterator in the training loop.
 
     Attributes:
-        inner: The other iterator, once it has begun.
+        inner: Wrapped iterator, or None before it has started.
     """
 
     def __init__(self) -> None:
@@ -80,10 +79,10 @@ class OuterIterator(Iterator[Any]):
 
 
 def is_held_by_training(trainer: Any, iterator: Iterator[Any]) -> bool:
-    """Return whether the training loop of `trainer` holds `iterator`.
+    """Return whether the training loop of a trainer holds an iterator, directly or wrapped.
 
-    `iter(trainer.train_dataloader)` in a hook, or after the fit, makes an iterator that the loop does not hold. The
-    loop also holds an iterator that is the inner one of another.
+    `iter(trainer.train_dataloader)` in a hook, or after the fit, creates an iterator that the loop does not hold. The
+    loop also holds the inner iterator of each `OuterIterator` that it holds.
     """
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is None or fetcher._combined_loader is None:
@@ -103,7 +102,7 @@ def _leads_to(held: Iterator[Any] | None, iterator: Iterator[Any]) -> bool:
 
 
 class IteratorsOfTraining:
-    """Function that tells whether the training loop of a trainer holds an iterator.
+    """Callable that checks whether the training loop of a trainer holds an iterator.
 
     It does not keep the trainer alive. A copy uses the same trainer, and an unpickled object has no trainer.
 

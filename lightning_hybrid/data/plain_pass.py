@@ -1,4 +1,4 @@
-"""Passes over a training loader by user code, which do not change the state of training."""
+"""Iteration over a training loader by user code, without changing the state of training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_hybrid.data.random_streams import SeededStreams
 
 
 def plain_pass(loader: DataLoader[Any], *words: int, is_training: bool) -> Iterator[Any]:
-    """Yield all batches of a copy of `loader`, with random numbers that depend only on `words`.
+    """Yield all batches of a copy of a loader, with random numbers that depend only on `words`.
 
     Args:
         loader: Loader of the user, with its own samplers.
-        *words: Numbers that seed the global random streams during the pass.
-        is_training: Whether a training loop is reading the same loader now.
+        *words: Numbers that seed the global random number generators during the iteration.
+        is_training: Whether a training loop is currently reading the same loader.
 
     Raises:
-        RuntimeError: A sampler, or the data set of a stream, cannot be copied while training uses it.
+        RuntimeError: A sampler or an iterable data set cannot be copied while training uses it.
     """
     separate = _separate_copy(loader, is_training)
     seeded = SeededStreams()
@@ -40,7 +40,10 @@ def plain_pass(loader: DataLoader[Any], *words: int, is_training: bool) -> Itera
 
 
 def copy_of_loader(loader: DataLoader[Any]) -> Any:
-    """Return a shallow copy of a loader. Bound methods of the loader, such as a `collate_fn`, are bound to the copy."""
+    """Return a shallow copy of a loader.
+
+    Bound methods of the loader among its attributes, such as a `collate_fn`, are bound to the copy.
+    """
     copied = copy.copy(loader)
     copied._iterator = None  # Persistent workers belong to the original loader.
     for name, value in vars(loader).items():
@@ -61,11 +64,14 @@ def is_bound_to(loader: DataLoader[Any], value: Any) -> bool:
 
 
 def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
-    """Return a copy of a loader with its own samplers and generators. Map-style data sets are shared."""
+    """Return a copy of a loader with its own samplers and random number generators.
+
+    Map-style data sets are shared with the original.
+    """
     copied = copy_of_loader(loader)
     dataset = loader.dataset
     names = ["sampler", "batch_sampler", "generator"]
-    # A stream has a position, so it must be copied. Workers have their own copies.
+    # An iterable data set has a position, so it must be copied. Workers have their own copies.
     copies_stream = isinstance(dataset, IterableDataset) and not loader.num_workers
     if copies_stream:
         names.append("dataset")
@@ -86,7 +92,7 @@ def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any
 
 
 def _below(dataset: Any) -> list[Any]:
-    """Return a data set and all data sets that it contains."""
+    """Return a data set and all data sets that are nested in it."""
     datasets: list[Any] = []
     waiting = [dataset]
     while waiting:

@@ -1,4 +1,4 @@
-"""Prefetching to the device, which copies the next batch during the current step if the loader itself prefetches."""
+"""Loader wrapper that moves batches to the device, and copies the next batch during the current step."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _OWN_ATTRIBUTES = (
 
 
 class LoaderInPlace:
-    """Base of a loader that a fit puts in the place of another one, `_loader`.
+    """Base class of loaders that replace the user's loader during training.
 
-    Everything but iteration is the other loader's: attributes are read from and written to it.
+    Everything except iteration is delegated to the replaced loader `_loader`: attributes are read from and written to
+    it.
     """
 
     _loader: Any
@@ -43,13 +44,13 @@ class LoaderInPlace:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and unpickling ask for attributes before there is a loader: without this they would recurse.
+        # Copying and unpickling read attributes before `_loader` is set. Without this check they would recurse.
         if name in self._own_attributes:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Samplers, `dataset` and worker settings stay where Lightning and users look for them: on the loader.
+        # Samplers, `dataset` and worker settings stay on the loader, where Lightning and users look for them.
         if name in self._own_attributes:
             object.__setattr__(self, name, value)
         else:
@@ -57,13 +58,13 @@ class LoaderInPlace:
 
 
 class DevicePrefetcher(LoaderInPlace):
-    """Iterable over the batches of a loader, moved to a device.
+    """Loader wrapper that moves batches to a device and prefetches them on a CUDA side stream.
 
     On CUDA the copy runs on a side stream. It is asynchronous only if the batch is in pinned memory
     (`DataLoader(pin_memory=True)`). Batch `i + 1` is fetched and copied while step `i` runs, if the loader itself
     prefetches and returns new memory for each batch. A `DataLoader` with workers does so, and other loaders declare it
-    with an attribute `reads_ahead = True`. Any other loader is asked for a batch only when it is needed, after the copy
-    of the previous batch. On a CPU nothing is prefetched. Lightning does not move these batches again.
+    with an attribute `reads_ahead = True`. From any other loader, a batch is fetched only when it is needed, after the
+    copy of the previous batch. On a CPU nothing is prefetched. Lightning does not move these batches again.
 
     If the loader has a method `on_device(batch)`, for example to normalise uint8 images, it is called after the copy,
     and the floating-point tensors that it returns are cast to the compute dtype. Other batches keep their dtypes.
@@ -115,7 +116,7 @@ class DevicePrefetcher(LoaderInPlace):
         # which the consumer does not have yet.
         try:
             if self._copied is not None and not self._looks_ahead:
-                # The loader may reuse the memory of the last batch, so its copy, which was a step ago, must be done.
+                # The loader may reuse the memory of the last batch, so its copy in the last step must be complete.
                 self._copied.synchronize()
             start_s = perf_counter()
             try:
@@ -161,7 +162,7 @@ class DevicePrefetcher(LoaderInPlace):
 
 
 class _Fetched(NamedTuple):
-    """Batch on the device, and the loader's state after it."""
+    """Batch on the device, with the loader's state after this batch."""
 
     batch: Any
     state: dict[str, Any] | None
@@ -226,7 +227,10 @@ def _reads_ahead(loader: object) -> bool:
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
-    """`DevicePrefetcher` over a loader with state. Its state does not include prefetched batches."""
+    """`DevicePrefetcher` for a loader with a state dict.
+
+    The state does not count batches that are prefetched but not yet used.
+    """
 
     _has_state = True
 
@@ -246,7 +250,7 @@ def prefetch(
     compute_dtype: torch.dtype | None = None,
     is_training: Callable[[Iterator[Any]], bool] | None = None,
 ) -> DevicePrefetcher:
-    """Return a prefetcher for `loader`, or `loader` itself if it is a prefetcher already."""
+    """Wrap a loader in a `DevicePrefetcher`, unless it is one already."""
     if isinstance(loader, DevicePrefetcher):
         return loader
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -255,9 +259,9 @@ def prefetch(
 
 
 def unwrapped(loader: Any) -> Any:
-    """Return the user's loader, if `loader` is the wrapper that an earlier fit has made of it.
+    """Return the user's original loader if an earlier fit has wrapped it, otherwise the loader itself.
 
-    The wrapper belongs to the trainer of that fit, so it cannot be used in another one.
+    The wrapper belongs to the trainer of the earlier fit, so it cannot be used again.
     """
     while isinstance(loader, LoaderInPlace):
         loader = loader._loader

@@ -1,4 +1,4 @@
-"""Streams of random numbers: seeding of the global streams, and state of the streams that samplers hold."""
+"""Seeding of the global random number generators, and saved states of the generators of samplers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torch import Tensor
 _STREAM_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _GLOBAL_NUMPY: Any = np.random.mtrand  # module whose bit generator can be replaced
 
-# Objects of these packages are not searched for streams, because a trainer refers to all objects of a fit.
+# Objects of these packages are not searched for generators, because a trainer refers to all objects of a fit.
 _UNSEARCHED_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_hybrid")
 _MAX_SEARCHED = 5000  # maximum number of objects
 _MAX_CONTAINER = 100  # Longer lists and dicts hold samples, not transforms.
 
 
 def seed_streams(*words: int) -> None:
-    """Seed the global random streams of torch, NumPy and Python by 64-bit numbers."""
+    """Seed the global random number generators of torch, NumPy and Python with 64-bit integers."""
     key = 1
     for word in words:
         key = key << 64 | word
-    # Python's stream uses all bits of a seed of any length, and the other two streams are seeded from it.
+    # Python's generator uses all bits of a seed of any length, and the other two generators are seeded from it.
     random.seed(key)
-    # `torch.manual_seed` would also seed the streams of GPUs, from which dropout draws.
+    # `torch.manual_seed` would also seed the generators of GPUs, which dropout uses.
     torch.default_generator.manual_seed(random.getrandbits(64))
     numpy_seed = random.getrandbits(32)
     try:
@@ -46,21 +46,22 @@ def seed_streams(*words: int) -> None:
 
 
 class SeededStreams:
-    """Contexts that seed the global random streams, and restore them afterwards.
+    """Context manager that seeds the global random number generators, and restores them on exit.
 
-    After an inner context, the streams of the outer context are seeded again.
+    Contexts can be nested. After an inner context, the generators are seeded again for the outer context.
     """
 
     def __init__(self) -> None:
         # Replacing NumPy's bit generator takes a tenth of the time of restoring its state.
         self._spare = np.random.MT19937()
-        # Checksum of NumPy's bit generator when it was last known to hold no second number of a normal pair.
+        # Checksum of NumPy's bit generator when NumPy's state was last known not to hold the second number of a normal
+        # pair.
         self._checksum_without_half: int | None = None
         self._outer: tuple[int, ...] | None = None
 
     @contextmanager
     def __call__(self, *words: int) -> Iterator[None]:
-        """Seed the global random streams by `words` within the context."""
+        """Seed the global random number generators with `words` inside the context."""
         outer = self._outer
         self._outer = words
         if outer is None:
@@ -84,7 +85,7 @@ class SeededStreams:
                     np.random.set_state(numpy_state)
 
     def _state_with_half(self, bit_generator: Any) -> Any:
-        """Return NumPy's state if it holds the second number of a normal pair, else None.
+        """Return NumPy's random state if it holds the second number of a normal pair, else None.
 
         That number would be lost if only the bit generator was replaced. Reading the state takes most of a context's
         time, so it is not read again if nothing was drawn since the last time.
@@ -105,13 +106,14 @@ class SeededStreams:
 
 
 class SeededIndex:
-    """Index list for a worker of a `DataLoader`. Unpickling it seeds the worker's streams and returns the plain list.
+    """Index list that seeds the random number generators of a `DataLoader` worker when unpickled.
 
-    It is unpickled in the worker's main thread, immediately before the worker reads the batch.
+    Unpickling returns the plain index list. It takes place in the worker's main thread, immediately before the worker
+    reads the batch.
 
     Args:
         index: Index list.
-        words: Numbers that seed the global random streams.
+        words: Numbers that seed the global random number generators.
     """
 
     def __init__(self, index: Any, words: tuple[int, ...]) -> None:
@@ -128,7 +130,7 @@ def _seeded_index(index: Any, words: tuple[int, ...]) -> Any:
 
 
 def is_stream(value: object) -> bool:
-    """Return whether `value` is a random generator with a state, other than the global ones."""
+    """Return whether a value is a random number generator with its own state, not a global one."""
     if not isinstance(value, _STREAM_TYPES) or isinstance(value, random.SystemRandom):
         return False
     global_streams = (torch.default_generator, _GLOBAL_NUMPY._rand, getattr(random, "_inst", None))
@@ -136,7 +138,7 @@ def is_stream(value: object) -> bool:
 
 
 def streams_of(owners: Iterable[object]) -> list[Any]:
-    """Return the distinct random generators in the attributes of these objects."""
+    """Return the distinct random number generators in the attributes of these objects."""
     streams: dict[int, Any] = {}
     for owner in owners:
         for value in getattr(owner, "__dict__", {}).values():
@@ -146,11 +148,11 @@ def streams_of(owners: Iterable[object]) -> list[Any]:
 
 
 def stream_names(*roots: object) -> list[str]:
-    """Return the names (class and attribute) of random generators that these objects hold at any depth.
+    """Return the names of random number generators that these objects hold at any depth.
 
-    The search follows attributes, short containers, `functools.partial`, bound methods and closure variables. So it
-    finds, for example, the generator of a transform in a `Compose`, in the data set of a `Subset`, or in a
-    `collate_fn`.
+    A name consists of a class and an attribute, or is the name of a function. The search follows attributes, short
+    containers, `functools.partial`, bound methods and closure variables. So it finds, for example, the generator of a
+    transform in a `Compose`, in the data set of a `Subset`, or in a `collate_fn`.
     """
     names: list[str] = []
     seen: set[int] = set()
@@ -168,7 +170,7 @@ def stream_names(*roots: object) -> list[str]:
 
 
 def _parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the parts of a value, with names for its attributes."""
+    """Yield the objects that a value contains or refers to, each with a name."""
     if isinstance(value, str | bytes | int | float | Tensor | np.ndarray | type | ModuleType):
         return
     if isinstance(value, dict):
@@ -200,7 +202,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def state_of_stream(stream: Any) -> Any:
-    """Return the state of a random generator as numbers and tensors, which a checkpoint can hold."""
+    """Return the state of a random number generator as numbers and tensors for a checkpoint."""
     if isinstance(stream, torch.Generator):
         return stream.get_state()
     if isinstance(stream, random.Random):
@@ -213,7 +215,7 @@ def state_of_stream(stream: Any) -> Any:
 
 
 def restore_stream(stream: Any, state: Any) -> None:
-    """Set a random generator to a state that `state_of_stream` returned."""
+    """Restore a random number generator to a state that `state_of_stream` returned."""
     if isinstance(stream, torch.Generator):
         stream.set_state(state)
         return

@@ -1,4 +1,4 @@
-"""Training loaders of an elastic run, in which a step has the same shards for any number of hosts.
+"""Training loaders for elastic runs, which split a step into the same data shards on any number of hosts.
 
 Each rank reads some shards of a step. Shard s of step n is batch n of rank s in a run with `max_hosts` x `devices`
 ranks.
@@ -20,11 +20,13 @@ from lightning_hybrid.data.place import Place, PlaceIterator
 from lightning_hybrid.data.random_streams import SeededStreams
 from lightning_hybrid.data.sharded_place import ShardedPlace
 
-_START = 0  # number that seeds the global random streams while the loader of a shard starts
+_START = 0  # number that seeds the global generators while the loader of a shard starts
 
 
 def shards_of(rank: int, world_size: int, num_shards: int) -> list[int]:
-    """Return the shards of a rank, which are consecutive. Later ranks may have one shard less.
+    """Return the consecutive data shards that a rank reads.
+
+    Later ranks may have one shard less.
 
     >>> [shards_of(rank, 3, 8) for rank in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -33,9 +35,10 @@ def shards_of(rank: int, world_size: int, num_shards: int) -> list[int]:
 
 
 class ShardLoader:
-    """Loader that returns the batch of a rank's first shard to Lightning, and the batches of all its shards on request.
+    """Training loader of an elastic run that reads the batches of all data shards of a rank.
 
-    All other attributes are those of the user's loader. Only the training loop's own iterator changes the position.
+    Lightning gets the batch of the rank's first shard, and `batch_of` returns the batch of any shard. All other
+    attributes are those of the user's loader. Only the training loop's own iterator changes the position.
 
     Args:
         loader: Loader of `lightning_hybrid.data`, or `DataLoader` with a `DistributedSampler`.
@@ -71,7 +74,7 @@ class ShardLoader:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_loader", "_source", "__getstate__", "__setstate__"):
-            raise AttributeError(name)  # `copy` asks for attributes before they exist.
+            raise AttributeError(name)  # `copy` reads attributes before they exist.
         if name == "exact_resume" and self._source.exact_resume is not None:
             return self._source.exact_resume
         return getattr(self._loader, name)
@@ -89,7 +92,7 @@ class ShardLoader:
         return PlaceIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of training in the epoch."""
+        """Return the state with the position of training in the epoch."""
         return self._source.state_dict(self.shards[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,7 +110,7 @@ class ShardLoader:
         yield from self._prepare(self._source.of_shard(self.shards[0], 0))
 
     def rest_of_epoch(self) -> Iterator[Any]:
-        """Yield the remaining batches of this rank's first shard, and change the position."""
+        """Yield the remaining batches of this rank's first shard, and advance the position."""
         self._drop(list(self._streams))
         for number in range(self._source.begin(), len(self)):
             self._number = number
@@ -118,7 +121,7 @@ class ShardLoader:
             yield batch
 
     def batch_of(self, shard: int) -> Any:
-        """Return a shard's batch of the current step."""
+        """Return the batch of a data shard in the current step."""
         if shard in self._batches:
             return self._batches[shard]
         if shard in self._streams:
@@ -132,7 +135,7 @@ class ShardLoader:
         return self._batches[shard]
 
     def use(self, shards: Sequence[int]) -> None:
-        """Set the shards of this rank, beginning with the current step."""
+        """Set the data shards that this rank reads from the current step on."""
         self.shards = shards
         self._drop([shard for shard in self._streams if shard not in shards])
 
@@ -143,12 +146,15 @@ class ShardLoader:
             self._batches.pop(shard, None)
 
     def description(self) -> str:
-        """Describe the settings that determine the samples of shards. They must be equal on all hosts."""
+        """Describe the settings that determine the samples of all data shards.
+
+        The settings must be equal on all hosts.
+        """
         return self._source.description()
 
 
 class _Source:
-    """Source of the loaders of shards, with the position of training in the user's loader."""
+    """Base class that creates a loader for each data shard and stores the position of training."""
 
     exact_resume: ShardedPlace | None = None
 
@@ -156,7 +162,7 @@ class _Source:
         raise NotImplementedError
 
     def begin(self) -> int:
-        """Return the number of finished batches of the epoch when the training loop begins to iterate."""
+        """Return the number of finished batches of the epoch at which the training loop starts."""
         raise NotImplementedError
 
     def note_batches_done(self, batches_done: int) -> None:
@@ -179,7 +185,7 @@ class _Source:
 
 
 class _SourceOfData(_Source):
-    """Source for a loader of `lightning_hybrid.data`, which has its own position."""
+    """Source of shard loaders based on a loader of `lightning_hybrid.data`, which stores the position."""
 
     def __init__(self, loader: ResumableLoader, reader: Any) -> None:
         loader.order = replace(
@@ -223,7 +229,7 @@ class _SourceOfData(_Source):
 
 
 class _SourceOfUser(_Source):
-    """Source for a `DataLoader`, with the position of a loader that resumes exactly."""
+    """Source of shard loaders based on a user's `DataLoader`, with a separate position."""
 
     def __init__(self, loader: DataLoader[Any], reader: Any) -> None:
         self._loader = loader
@@ -268,7 +274,7 @@ class _SourceOfUser(_Source):
 
 @dataclass
 class _ReaderOfShard:
-    """Reader of the loader of a shard, for `exact`."""
+    """Reader of the loader of one data shard, as `exact` needs it."""
 
     rank: int
     world_size: int
@@ -288,9 +294,9 @@ class _ReaderOfShard:
 
 
 def can_be_dealt(loader: Any) -> bool:
-    """Return whether other ranks can read the batches of a loader.
+    """Return whether the batches of a loader can be reassigned to other ranks.
 
-    They can if its order depends only on seed, epoch and shard.
+    This is the case if its order depends only on seed, epoch and shard.
     """
     if not isinstance(loader, DataLoader) or type(_sampler_of(loader)) is not DistributedSampler:
         return False

@@ -1,6 +1,6 @@
-"""Position of training in a user's `DataLoader` whose shards are read by several ranks.
+"""Position of training in a user's `DataLoader`, whose data shards several ranks read.
 
-Its state has the same format as that of other runs.
+Its state has the same format as in runs that are not elastic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightning_hybrid.data.training_pass import TrainingPass
 
 
 class ShardedPlace(ExactResume):
-    """Position in a loader whose order a `DistributedSampler` divides between the shards of a step.
+    """Position in a loader whose order a `DistributedSampler` divides into the data shards of a step.
 
-    It only stores and restores the position. The loaders of shards read the data.
+    The class only stores and restores the position. The loaders of the shards read the data.
 
     Args:
         loader: Loader of shard 0.
@@ -33,11 +33,11 @@ class ShardedPlace(ExactResume):
         self.traits = SamplerTraits(loader, reader.world_size, 0)
 
     def _take_sampler_seeds(self, seeds: list[int | None]) -> None:
-        # The samplers of all shards are made of the user's sampler, so that the seed of one cannot change.
+        # The samplers of all shards are created from the user's sampler, so the seed of a single shard cannot change.
         return
 
     def begin(self) -> Place:
-        """Return and store the position at which the training loop begins to iterate.
+        """Return and store the position at which the training loop starts to iterate.
 
         Raises:
             NotExactError: The run would repeat or skip samples of the interrupted epoch.
@@ -63,12 +63,13 @@ class ShardedPlace(ExactResume):
             and state["epoch"] == place.epoch
             and state["dataset_epoch"] is not None
         ):
-            # The user's hooks set it in the interrupted run, and do not run again in the middle of an epoch.
+            # In the interrupted run the user's hooks set this epoch, but they do not run again in the middle of an
+            # epoch.
             dataset.set_epoch(state["dataset_epoch"])  # type: ignore[attr-defined]
         return place
 
     def state_after(self, loader_of_shard: DataLoader[Any]) -> dict[str, Any]:
-        """Return the state after the last batch of training, with the checksum of one shard's order.
+        """Return the loader's state after the last batch of training, with one shard's checksum.
 
         Args:
             loader_of_shard: Loader of this rank's first shard.

@@ -1,4 +1,4 @@
-"""Division of a step's samples between ranks and batches, and its conversion when a run resumes with another one."""
+"""Division of a step's samples over ranks and batches, and conversion of positions after a resume."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """Division of the samples of an optimizer step between ranks and accumulated batches.
+    """Division of the samples of an optimizer step over ranks and accumulated batches.
 
     Args:
         world_size: Number of ranks that read different samples.
@@ -23,7 +23,7 @@ class StepLayout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> StepLayout:
-        """Create the layout from the state of a loader."""
+        """Create the layout from the saved state of a loader."""
         return cls(
             world_size=state["world_size"],
             batch_size=state["batch_size"],
@@ -45,7 +45,7 @@ class StepLayout:
         return self.world_size * self.batch_size * self.accumulate_grad_batches
 
     def batches_after(self, batches_done: int, saved: StepLayout, *, is_dealt: bool) -> int:
-        """Convert a number of finished batches of a saved layout to batches of this layout.
+        """Convert a number of finished batches from a saved layout to this layout.
 
             batches = steps done * accumulate_grad_batches        if ranks or batch sizes differ
             batches = batches done                                if batches contain the same samples
@@ -53,7 +53,7 @@ class StepLayout:
         Args:
             batches_done: Number of batches in the finished steps of the epoch, in the saved layout.
             saved: Layout of the run that wrote the checkpoint.
-            is_dealt: Whether a `DistributedSampler` divides the same order between any number of ranks, so that the
+            is_dealt: Whether a `DistributedSampler` divides the same order over any number of ranks, so that the
                 samples of a step do not depend on the layout.
 
         Raises:

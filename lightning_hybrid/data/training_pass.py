@@ -1,4 +1,4 @@
-"""Progress of a training loop's iteration over a loader that resumes exactly."""
+"""Progress of the training loop's iteration over a loader with exact resume."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_hybrid.data.place import Place
 
 
 class TrainingPass:
-    """Progress of one iteration of the training loop.
+    """Progress of one iteration of the training loop over a loader.
 
     Args:
         place: Position at which the iteration begins.
@@ -22,8 +22,8 @@ class TrainingPass:
         checksum: Checksum of the index lists up to the last batch. None: batches do not match index lists.
         pending_checksums: Checksums of index lists whose batches are still in the workers.
         expected: Number of batches at which the interrupted run was saved, and its checksum there.
-        stream_states: States of a stream, by number of batches.
-        own_streams: States of the samplers' random generators at the beginning of the iteration.
+        stream_states: States of an iterable data set, by number of finished batches.
+        own_streams: States of the samplers' random number generators at the beginning of the iteration.
         sampler_epochs: Epochs of the samplers at the beginning of the iteration.
         dataset_epoch: Epoch of the data set at the beginning of the iteration.
     """

@@ -1,4 +1,4 @@
-"""Tools for networks: BatchNorm with gradient accumulation, and activation checkpointing."""
+"""Corrections of BatchNorm for gradient accumulation and for activation checkpointing."""
 
 from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum
 

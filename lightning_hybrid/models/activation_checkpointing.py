@@ -1,4 +1,4 @@
-"""Activation checkpointing in which each batch counts once in BatchNorm's running statistics."""
+"""Activation checkpointing that updates BatchNorm's running statistics once per batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 def checkpointed(
     stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, preserve_rng_state: bool = False
 ) -> Any:
-    """Compute `stage(*xs)` without storing activations, which backward recomputes.
+    """Compute `stage(*xs)` with activation checkpointing, so that backward recomputes activations.
 
     Values and gradients are bitwise equal to those of `stage(*xs)` if its kernels are deterministic and use no random
     numbers. Running statistics of the normalisation layers in `norms` are updated once, in forward. Without autograd
@@ -46,7 +46,9 @@ def checkpointed(
 
 
 def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
-    """Return a context for a recomputation, with the current function modes and unchanged running statistics.
+    """Return a context manager for recomputation that leaves running statistics unchanged.
+
+    It also enters the torch function modes that are active when this function is called.
 
     Args:
         norms: Module whose normalisation layers must not update their running statistics.
@@ -65,7 +67,7 @@ def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
 
 
 def current_function_modes() -> list[Any]:
-    """Return the active torch function modes, which a recomputation must enter again."""
+    """Return the active torch function modes that a recomputation must enter again."""
     # An example is the emulated fp16 of precision="16-true" on a CPU, where a recomputation must have the results of
     # forward. torch's checkpoint restores only the innermost DeviceContext.
     modes = _get_current_function_mode_stack()

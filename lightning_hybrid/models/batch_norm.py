@@ -1,4 +1,4 @@
-"""Momentum of BatchNorm's running statistics for optimizer steps with several micro-batches."""
+"""Correction of BatchNorm's momentum for optimizer steps with several micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.checks import require_whole
 
 
 def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> float:
-    """Return the momentum with which k updates decay the old average as much as one update with `momentum`.
+    """Compute the BatchNorm momentum for which k updates decay the average as much as one with `momentum`.
 
         m' = 1 - (1 - m)^(1/k)          (1 - m')^k = 1 - m
 

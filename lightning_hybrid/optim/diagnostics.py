@@ -1,4 +1,4 @@
-"""Trust ratios of LARS and LAMB for loggers. They are computed on request, because a step does not store them."""
+"""Trust ratios of LARS and LAMB for logging, which are computed on request."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lightning_hybrid.optim.trust_ratio import (
 def trust_ratios(
     optimizer: Optimizer, *, grad_scale: Tensor | None = None
 ) -> list[dict[Tensor, Tensor]]:
-    """Compute the trust ratios of an optimizer, as a dictionary `{parameter: ratio}` for each parameter group.
+    """Compute the trust ratio of each parameter, as one dictionary per parameter group.
 
-    A ratio is a 0-dim tensor. It is the q of the optimizer's docstring, before any bound, for the current
-    weights, gradients and moments. Before a step of LARS it is the ratio of that step. After a step it
-    differs by about the relative size of the step. Excluded groups, tensors without gradient or state
-    (LAMB before its first step) and other optimizers have no ratio. Nothing is changed, and the host does
-    not wait for the device.
+    The dictionaries map parameters to ratios. A ratio is a 0-dim tensor. It is the q of the optimizer's
+    docstring, before any bound, for the current weights, gradients and moments. Before a step of LARS it is
+    the ratio of that step. After a step it differs by about the relative size of the step. Excluded groups,
+    tensors without gradient or state (LAMB before its first step) and other optimizers have no ratio.
+    Nothing is changed, and the host does not wait for the device.
 
     If ranks share an update (`LayerwiseOptimizer.parts`, DTensors), ratios are computed from the full
-    tensors. Collective in this case: every rank that holds parts must call it, in the same order.
+    tensors. Collective in this case: every rank that holds shards must call it, in the same order.
 
     Args:
         optimizer: Optimizer of any type.
@@ -61,7 +61,7 @@ def trust_ratios(
 
 
 def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor, Tensor]]:
-    """Compute the trust ratios of each parameter group, for parameters that are plain tensors."""
+    """Compute the trust ratios of each parameter group for parameters that are not DTensors."""
     inverse_scale = None
     if grad_scale is not None:
         inverse_scale = grad_scale.detach().float().reciprocal()
@@ -84,9 +84,9 @@ def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor
 
 
 def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, list[Tensor]]:
-    """Compute the norms of the full tensors for all parameters that are parts.
+    """Compute the norms of the full tensors for all parameters that are shards.
 
-    Collective: every rank that holds parts must call it, in the same order.
+    Collective: every rank that holds shards must call it, in the same order.
     """
     if not isinstance(optimizer, LayerwiseOptimizer) or not optimizer.parts:
         return {}
@@ -119,7 +119,10 @@ def _lars_ratio(
     scaling: GradScaling,
     norms: list[Tensor] | None,
 ) -> Tensor:
-    """Compute the ratio of a parameter. If it is a part, `norms` are the norms of the full tensors."""
+    """Compute the LARS trust ratio of one parameter.
+
+    If the parameter is a shard, `norms` are the norms of the full tensors.
+    """
     if norms is not None:
         norms = [norm.view(1) for norm in norms]
     ratios = lars_ratios(
@@ -138,7 +141,10 @@ def _lars_ratio(
 def _lamb_ratio(
     optimizer: LAMB, group: dict[str, Any], param: Tensor, norms: list[Tensor] | None
 ) -> Tensor:
-    """Compute the ratio of a parameter. If it is a part, `norms` are the norms of the full tensors."""
+    """Compute the LAMB trust ratio of one parameter.
+
+    If the parameter is a shard, `norms` are the norms of the full tensors.
+    """
     if norms is not None:
         return trust_ratio(*norms)
     state = optimizer.state[param]
@@ -152,7 +158,7 @@ def _lamb_ratio(
 
 
 def _step_of(state: dict[str, Any]) -> float | Tensor:
-    """Return the step count for `LAMB`, as a number if it is on the CPU, else as a float64 tensor."""
+    """Return a LAMB step count, as a number if it is on the CPU, else as a float64 tensor."""
     step: Tensor = state["step"]
     if step.device.type == "cpu":
         return step.item()

@@ -1,15 +1,15 @@
 """Optimizer steps on DTensor parameters (FSDP2, tensor parallelism), with norms of the full tensors.
 
 A step of LARS or LAMB is elementwise except for the norms. So each rank updates its shards as plain
-tensors. Only sums of squares are added over the ranks that hold the other shards. These are a few
-float64 numbers per tensor, added for all tensors at once.
+tensors. Only sums of squares are all-reduced over the ranks that hold the other shards. These are a
+few float64 numbers per tensor, and one all-reduce per process group covers all tensors.
 
     placement on a dimension of the mesh      sums of squares
     Shard, _StridedShard                      added over that dimension's ranks, because shards are disjoint
     Replicate                                 not added, because every rank has the full tensor
     Partial                                   error, because the parameter is a sum that is not computed yet
 
-Collective: all ranks of a mesh must step together. Afterwards equal shards are bitwise equal on all ranks.
+Collective: all ranks of a mesh must step together. Afterwards replicated shards are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Return this rank's shard of a DTensor, after any pending collective. Other tensors are returned unchanged."""
+    """Return this rank's shard of a DTensor, or any other tensor unchanged.
+
+    If a collective that computes the shard is pending, the function waits for it.
+    """
     if not is_dtensor(tensor):
         return tensor
     local = tensor._local_tensor  # `to_local` would create another object in each call.
@@ -60,7 +63,7 @@ def has_dtensors(groups: Iterable[dict[str, Any]]) -> bool:
 
 
 def check_placements(group: dict[str, Any]) -> None:
-    """Check that a group's parameters can be updated as shards.
+    """Raise an error if the placements of a DTensor parameter do not allow an update of its shards.
 
     Raises:
         ValueError: A parameter is Partial on a dimension of its mesh, or sharded although the rule needs full matrices.
@@ -86,7 +89,7 @@ def check_placements(group: dict[str, Any]) -> None:
 
 
 class ShardSums:
-    """Sums over ranks of values that each rank computes from its shards.
+    """All-reduce of values that each rank computes from its shards of DTensors.
 
     Args:
         params: Parameter of each local tensor, as in `local_shards`.
@@ -94,24 +97,24 @@ class ShardSums:
 
     def __init__(self, params: dict[Tensor, Any]) -> None:
         self._groups: dict[Tensor, list[_Group]] = {}
-        # The columns that each group adds, by the tensors of a table. They are cached, because the host waits when it
-        # sends indices to a GPU.
+        # The columns that each group all-reduces, by the tensors of a table. They are cached, because the host waits
+        # when it sends indices to a GPU.
         self._columns: dict[Any, list[tuple[_Group, Tensor | None]]] = {}
         for local, param in params.items():
             if is_dtensor(param):
                 self._groups[local] = _sharding_groups(param)
 
     def add_up_(self, locals_: Sequence[Tensor], table: Tensor) -> None:
-        """Add the columns of `table`, one per local tensor, over the ranks that hold the tensor's other shards.
+        """All-reduce the columns of `table` over the ranks that hold the other shards of each tensor.
 
-        There is one all-reduce for each process group that shards one of the tensors. Columns of
-        replicated tensors are not changed.
+        Each local tensor has one column. There is one all-reduce for each process group that shards
+        one of the tensors. Columns of replicated tensors are not changed.
 
         Collective: every rank of these groups must call it, in the same order.
 
         Args:
             locals_: Local tensors.
-            table: Table of float64 numbers, of shape (any, tensors), changed in place.
+            table: float64 tensor of shape (any, tensors), changed in place.
         """
         for (group, device_type), columns in self._columns_of(locals_, table.device):
             selected = table
@@ -125,7 +128,7 @@ class ShardSums:
                 table.copy_(sums)
 
     def norms(self, locals_: Sequence[Tensor], *norms: Tensor) -> list[Tensor]:
-        """Return the norms of full tensors, combined from the norms of their local shards.
+        """Compute the norms of full tensors from the norms of their local shards.
 
         Collective: every rank of the groups must call it, in the same order.
 
@@ -139,7 +142,7 @@ class ShardSums:
         return list(combined.to(norms[0].dtype))
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the maximum of `value` (0-dim) over all ranks that hold shards of any tensor.
+        """Return the maximum of a 0-dim tensor over all ranks that hold shards of any parameter.
 
         Collective: every rank of the groups must call it, in the same order.
         """
@@ -155,7 +158,7 @@ class ShardSums:
     def _columns_of(
         self, locals_: Sequence[Tensor], device: torch.device
     ) -> list[tuple[_Group, Tensor | None]]:
-        """Return each group with the columns that it adds. None stands for all columns."""
+        """Return each process group with the columns that it all-reduces, or None for all columns."""
         key = (tuple(map(id, locals_)), device)
         if key not in self._columns:
             self._columns[key] = self._sort_columns(locals_, device)
@@ -179,7 +182,7 @@ class ShardSums:
 
 
 def _sharding_groups(param: Any) -> list[_Group]:
-    """Return the process groups that hold the shards of a DTensor, each with the device type of its mesh."""
+    """Return the process groups over which a DTensor is sharded, each with its mesh's device type."""
     # If parameters are offloaded to the host, their mesh still has the device type of the accelerator.
     mesh = param.device_mesh
     groups: list[_Group] = []
@@ -191,7 +194,7 @@ def _sharding_groups(param: Any) -> list[_Group]:
 
 @contextmanager
 def local_shards(optimizer: Any) -> Iterator[Any]:
-    """Yield a view of `optimizer` whose parameters, gradients and state are this rank's local tensors.
+    """Yield a view of an optimizer in which all DTensors are replaced with this rank's shards.
 
     The local tensors share memory with the DTensors, so a step on the view updates the DTensors. New
     state becomes state of `optimizer`. By default `foreach` is True, because one tensor at a time would
@@ -229,7 +232,7 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
 
 
 def _new_view(optimizer: Any) -> Any:
-    """Create an empty view of an optimizer, of the same class.
+    """Create an empty view of an optimizer, which has the same class.
 
     The view is kept between steps, because the fused step holds addresses. It is never saved, because
     torch saves only groups and state.
@@ -247,7 +250,10 @@ def _new_view(optimizer: Any) -> Any:
 
 
 def _refresh(optimizer: Any, view: Any) -> None:
-    """Update the groups, parameters and state of the view. Unchanged local tensors stay the same objects."""
+    """Update the groups, parameters and state of the view from the optimizer.
+
+    Unchanged local tensors stay the same objects.
+    """
     local_by_id = {id(param): local for local, param in view.wholes.items()}
     locals_of_groups: list[list[Tensor]] = []
     wholes: dict[Tensor, Any] = {}
@@ -283,7 +289,7 @@ def _refresh(optimizer: Any, view: Any) -> None:
 
 
 def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
-    """Return the local tensor of a parameter, which is `local` if it still has the same memory."""
+    """Return the local tensor of a parameter, and reuse `local` if its memory is unchanged."""
     if not is_dtensor(param):
         return param
     shard = local_shard(param)
@@ -299,7 +305,7 @@ def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
 
 
 def _state_lists(optimizer: Any, view: Any, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-    """Return lists of state of local tensors, as `LayerwiseOptimizer.state_lists` does for parameters."""
+    """Return lists of the optimizer state of local tensors, like `LayerwiseOptimizer.state_lists`."""
     for local in params:
         for key in keys:
             # State that the rule has added to the view, such as the step count of LAMB, has no shards.

@@ -1,4 +1,4 @@
-"""Arithmetic on lists of tensors, for steps of LARS and LAMB that are not fused."""
+"""Operations on lists of tensors, for the steps of LARS and LAMB without fused kernels."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,21 +15,24 @@ _BLOCK = 1 << 19
 
 
 def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the tensors in `dtype`. If they have this dtype, the list itself is returned."""
+    """Convert a list of tensors to `dtype`, or return the list itself if it has this dtype."""
     if tensors[0].dtype == dtype:
         return tensors
     return copied(tensors, dtype)
 
 
 def copied(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Copy the tensors in one launch. None as `dtype` keeps their dtype."""
+    """Copy a list of tensors in one launch, and convert them to `dtype` unless it is None."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
 def add_scaled_(tensors: list[Tensor], addends: list[Tensor], factor: float | Tensor) -> None:
-    """Add factor * addends to tensors in place. `factor` may be a 0-dim tensor on their device."""
+    """Add `factor * addends` to `tensors` in place.
+
+    `factor` may be a 0-dim tensor on their device.
+    """
     if isinstance(factor, Tensor):
         torch._foreach_add_(tensors, torch._foreach_mul(addends, factor))
     else:
@@ -37,10 +40,10 @@ def add_scaled_(tensors: list[Tensor], addends: list[Tensor], factor: float | Te
 
 
 def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Yield views of lists of tensors, to process one after the other.
+    """Yield large CPU tensors block by block, so that temporaries stay small.
 
-    If each list holds one large CPU tensor, the tensors are split into blocks. Otherwise the lists are yielded once,
-    unchanged. Tensors at the same index must have equal shapes.
+    If each list holds one large CPU tensor, views of its blocks are yielded one after the other. Otherwise the lists
+    are yielded once, unchanged. Tensors at the same index must have equal shapes.
     """
     if not _is_cut(lists):
         yield list(lists)
@@ -65,12 +68,12 @@ def _is_cut(lists: tuple[list[Tensor], ...]) -> bool:
 
 
 def block_numel() -> int:
-    """Return the number of elements of a block of `in_blocks`."""
+    """Return the number of elements per block of `in_blocks`."""
     return _BLOCK * torch.get_num_threads()
 
 
 def scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:
-    """Multiply `tensors` by one factor, or each tensor by its own factor.
+    """Multiply all tensors by one factor, or each tensor by its own factor.
 
     The result is written in place, unless `tensors` is the list `keep`.
     """

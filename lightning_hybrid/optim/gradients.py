@@ -1,4 +1,4 @@
-"""Gradients, learning rate and loss scale of a parameter group, as `torch.amp.GradScaler` passes them."""
+"""Gradients, loss scaling and learning rate of a parameter group, for the steps of LARS and LAMB."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from lightning_hybrid.optim.foreach_ops import as_dtype, copied
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling:
-    """Factor on the gradients of one step, and flag that skips the step. All tensors are 0-dim.
+    """Scaling factor for the gradients of one step, with a flag that skips the step.
+
+    All tensors are 0-dim, as `torch.amp.GradScaler` passes them.
 
     Attributes:
         inverse_scale: Factor by which gradients are multiplied. None: gradients are not scaled.
@@ -27,7 +29,10 @@ class GradScaling:
     found_inf_out: Tensor | None = None
 
     def to(self, device: torch.device) -> GradScaling:
-        """Return a copy on another device, without `found_inf_out`, because each device has its own flag."""
+        """Return a copy on another device, without `found_inf_out`.
+
+        Each device has its own `found_inf_out`.
+        """
         inverse_scale = self.inverse_scale
         if inverse_scale is not None:
             inverse_scale = inverse_scale.to(device, non_blocking=True)
@@ -49,9 +54,9 @@ class GradScaling:
         return tensors
 
     def scratch(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return tensors for the next values of `tensors`.
+        """Return tensors in which the new values of `tensors` can be computed.
 
-        They are copies if `dtype` is another dtype or if the step may be skipped, else the tensors themselves.
+        They are copies if `dtype` is a different dtype or if the step may be skipped, else the tensors themselves.
         """
         wide = tensors
         if dtype is not None:
@@ -61,7 +66,7 @@ class GradScaling:
         return wide
 
     def commit_(self, tensors: list[Tensor], new_values: list[Tensor]) -> None:
-        """Write `new_values`, rounded, to `tensors`, unless the step is skipped."""
+        """Write new values to `tensors`, rounded to their dtype, unless the step is skipped."""
         if self.found_inf is None:
             if tensors is not new_values:
                 torch._foreach_copy_(tensors, new_values)
@@ -76,7 +81,10 @@ UNSCALED = GradScaling()
 
 
 def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 0-dim float32 flag on the tensors' device, which is 1.0 if an element is inf or nan, else 0.0."""
+    """Return a flag that is 1.0 if any element of the tensors is inf or nan, else 0.0.
+
+    It is a 0-dim float32 tensor on their device.
+    """
     extremes: list[Tensor] = []
     non_empty = [tensor for tensor in tensors if tensor.numel()]
     if tensors[0].device.type == "cpu":
@@ -93,7 +101,7 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of optimizer state and arithmetic for a parameter of `dtype`, which is at least float32."""
+    """Return the dtype of optimizer state and arithmetic for parameters of `dtype`, at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -105,7 +113,9 @@ def param_name(group: dict[str, Any], index: int) -> str:
 
 
 def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Yield `(index in the group, (parameter, gradient))` for each parameter that has a gradient.
+    """Yield the index, parameter and gradient of each parameter in a group that has a gradient.
+
+    The items have the form `(index in the group, (parameter, gradient))`.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -124,7 +134,7 @@ def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, 
 
 
 def is_together(group: dict[str, Any], param: Tensor) -> bool:
-    """Return whether a step updates `param` in one list with other parameters."""
+    """Return whether a step updates a parameter in one list together with other parameters."""
     # On the CPU one tensor at a time is faster, because its temporaries stay in the cache. On an
     # accelerator fewer launches are faster.
     if group["foreach"] is None:
@@ -133,7 +143,7 @@ def is_together(group: dict[str, Any], param: Tensor) -> bool:
 
 
 def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
-    """Return the learning rate of a group. For excluded groups it is multiplied by `excluded_lr_mult`.
+    """Return the learning rate of a group, multiplied by `excluded_lr_mult` if the group is excluded.
 
     If the learning rate is a tensor, the result is a number or a tensor on `device`.
     """
@@ -162,7 +172,7 @@ def decayed_gradients(
     group: dict[str, Any],
     scaling: GradScaling = UNSCALED,
 ) -> list[Tensor]:
-    """Return the gradients unscaled, negated for `maximize`, and with weight decay added.
+    """Return the unscaled gradients, negated for `maximize`, with weight decay added.
 
     The arithmetic is at least float32. If nothing changes, `grads` itself is returned.
     """

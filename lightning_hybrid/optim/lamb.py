@@ -1,4 +1,4 @@
-"""Optimizer LAMB, which is AdamW with each layer's step proportional to the norm of the layer's weights."""
+"""LAMB optimizer, which is AdamW with each layer's step proportional to the norm of its weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +75,7 @@ class LAMB(LayerwiseOptimizer):
     """
 
     _fused_step_type = FusedLamb
-    # State of the current step: the factor of `max_grad_norm`, and the step counts of parameters that are parts.
+    # State of the current step: the factor of `max_grad_norm`, and the step counts of parameters that are shards.
     _clip_factor: Tensor | None = None
     _part_steps: dict[Tensor, float | Tensor]
 
@@ -146,10 +146,10 @@ class LAMB(LayerwiseOptimizer):
             require_number("max_grad_norm", bound, reason, above=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group after a check of its options.
+        """Check the options of a parameter group, and add it to the optimizer.
 
         Raises:
-            ValueError: The base class rejects the group, or its `max_grad_norm` is not that of the optimizer.
+            ValueError: The base class rejects the group, or its `max_grad_norm` differs from that of the optimizer.
         """
         bound = plain_value(param_group.get("max_grad_norm"))
         common = self.defaults["max_grad_norm"]
@@ -179,11 +179,11 @@ class LAMB(LayerwiseOptimizer):
     def _compute_clip_factor(
         self, bound: float, norms_of_parts: dict[Tensor, list[Tensor]]
     ) -> Tensor | None:
-        """Return min(1, bound / norm) for the norm of all gradients, or None if there are no gradients.
+        """Return the gradient-clipping factor min(1, bound / norm), or None if there are no gradients.
 
         Args:
-            bound: Maximum norm.
-            norms_of_parts: Norms of the full gradients, for the parameters that are parts.
+            bound: Maximum norm of all gradients together.
+            norms_of_parts: Norms of the full gradients, for the parameters that are shards.
         """
         by_dtype: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
@@ -211,7 +211,7 @@ class LAMB(LayerwiseOptimizer):
     def _vectors_of_grad(
         self, group: dict[str, Any], _: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Return the gradient of a part as a vector if `max_grad_norm` is set."""
+        """Return the gradient of a parameter shard as a vector if `max_grad_norm` is set."""
         if group["max_grad_norm"] is None:
             return []
         return [ShardedVector(part=part, pieces=[grad])]
@@ -219,9 +219,8 @@ class LAMB(LayerwiseOptimizer):
     def _vectors_of_update(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Update the moments of a part, and return the vectors w and u of its trust ratio."""
-        # The moments of all parts are updated before the first weight, so that the norms of all u need one sum over
-        # ranks.
+        """Update the moments of a parameter shard, and return the vectors w and u of its trust ratio."""
+        # The moments of all shards are updated before the first weight, so that the norms of all u need one all-reduce.
         (step,) = self._update_moments(group, [param], [grad])
         self._part_steps[param] = step
         moments = [self.state[param]["exp_avg"], self.state[param]["exp_avg_sq"]]
@@ -230,7 +229,7 @@ class LAMB(LayerwiseOptimizer):
     def _update_moments(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> list[float | Tensor]:
-        """Update both moments by the gradients, count the step, and return the step counts."""
+        """Update both moments with the gradients, count the step, and return the step counts."""
         scaling = self._scaling.to(params[0].device)
         clip_factor = self._clip_factor
         if clip_factor is not None:
@@ -282,7 +281,7 @@ class LAMB(LayerwiseOptimizer):
             lamb_(param_blocks, updates, lr=lr, ratios=ratios, scaling=scaling)
 
     def _next_steps(self, params: list[Tensor], capturable: bool) -> list[Any]:
-        """Count this step unless it is skipped, and return the step counts for `_corrections`."""
+        """Increment the step counts unless the step is skipped, and return them for `_corrections`."""
         device = params[0].device
         found_inf = self._scaling.found_inf
         reads_on_host = found_inf is None
@@ -325,7 +324,7 @@ def moments_(
     clip_factor: Tensor | None,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Update both moments in place.
+    """Update the first and second moments of LAMB in place.
 
     Args:
         grads: Gradients, which are still multiplied by the loss scale.
@@ -386,7 +385,7 @@ def lamb_vectors(
     group: dict[str, Any],
     step: float | Tensor,
 ) -> list[ShardedVector]:
-    """Return the vectors w and u of a part, from whose norms the trust ratio is computed.
+    """Return the weight and update vectors of a parameter shard, whose norms give the trust ratio.
 
     There are no vectors if the trust ratio is off.
     """
@@ -404,7 +403,7 @@ def lamb_vectors(
 
 
 def lamb_ratios(weight_norms: Tensor, update_norms: Tensor, *, group: dict[str, Any]) -> Tensor:
-    """Compute the trust ratios q of `LAMB` from |w| and |u|, with the bounds of the group."""
+    """Compute the trust ratios of LAMB from the norms |w| and |u|, with the bounds of the group."""
     if group["weight_norm_bounds"] is not None:
         weight_norms = weight_norms.clamp(*group["weight_norm_bounds"])
     ratios = trust_ratio(weight_norms, update_norms)
@@ -421,7 +420,10 @@ def lamb_(
     ratios: Tensor,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Update `params` in place by -lr * ratio * u. `updates` contain u and are overwritten."""
+    """Update the weights `params` in place by -lr * ratio * u.
+
+    `updates` contain u and are overwritten.
+    """
     weights = scaling.scratch(params, updates[0].dtype)
     torch._foreach_mul_(updates, ratios.to(updates[0].dtype).unbind())
     add_scaled_(weights, updates, -lr)
@@ -438,7 +440,7 @@ def adamw_(
     lr: float | Tensor,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Update `params` in place by the rule of AdamW, with the operations of `torch.optim.AdamW` in the same order."""
+    """Apply one AdamW step to `params` in place, with the same operations as `torch.optim.AdamW`."""
     weights = scaling.scratch(params, exp_avgs[0].dtype)
     if group["weight_decay"] != 0:
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
@@ -455,7 +457,10 @@ def adamw_(
 
 
 def _count(step: Tensor, device: torch.device) -> float | Tensor:
-    """Return a step count on the CPU as a number, or while torch.compile traces as a float64 tensor on `device`."""
+    """Convert a step count on the CPU to a number.
+
+    While torch.compile traces, the result is a float64 tensor on `device`.
+    """
     # A number would be a constant in a compiled graph. In float32, 1 - 0.999 ** step would lose half its digits.
     if torch.compiler.is_compiling():
         return step.to(device, torch.float64)
@@ -463,7 +468,7 @@ def _count(step: Tensor, device: torch.device) -> float | Tensor:
 
 
 def _corrections(steps: list[Any], group: dict[str, Any]) -> list[Any]:
-    """Return 1 - beta1 ** t for each tensor, or 1 without bias correction."""
+    """Return the bias correction 1 - beta1 ** t of each tensor, or 1 without bias correction."""
     if not group["bias_correction"]:
         return [1.0] * len(steps)
     return _one_minus_powers(group["betas"][0], steps)
@@ -481,7 +486,7 @@ def _one_minus_powers(beta: float, steps: list[Any]) -> list[Any]:
 def _denominators(
     exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]
 ) -> list[Tensor]:
-    """Return sqrt(V) + eps for each tensor."""
+    """Return the denominator sqrt(V) + eps of each tensor's update."""
     # The correction is applied after the root, as in torch.optim.AdamW, so that results are bitwise equal.
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if group["bias_correction"]:

@@ -1,4 +1,4 @@
-"""Optimizer LARS, which is SGD with each layer's step proportional to the norm of the layer's weights."""
+"""LARS optimizer, which is SGD with each layer's step proportional to the norm of its weights."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -113,9 +113,9 @@ class LARS(OrthogonalStep):
     the step is lr * v. Excluded groups use momentum SGD unless they set the direction themselves. Then the step
     is `w <- w - lr * excluded_lr_mult * sqrt(max(1, rows / columns)) * O`, which has the size of
     `torch.optim.Muon`. The step processes lists, and `fused=True` raises an error. With `work_group`, a process
-    group such as the ranks of a node, each rank orthogonalises a part of the tensors and sends it to the other
-    ranks in float16. The result is bitwise equal to the one without. Sources: Jordan et al. 2024 (Muon),
-    Bernstein & Newhouse 2024 (arXiv:2409.20325).
+    group such as the ranks of a node, each rank orthogonalises some of the tensors and sends them to the other
+    ranks in float16. The result is bitwise equal to the one without `work_group`. Sources: Jordan et al. 2024
+    (Muon), Bernstein & Newhouse 2024 (arXiv:2409.20325).
 
     See `LayerwiseOptimizer` for half-precision gradients, loss scale and skipping.
 
@@ -175,7 +175,10 @@ class LARS(OrthogonalStep):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. An excluded group uses momentum SGD unless it sets a direction."""
+        """Check the options of a parameter group, and add it to the optimizer.
+
+        An excluded group uses momentum SGD unless it sets a direction.
+        """
         if isinstance(param_group, dict) and not param_group.get("trust_ratio", True):
             param_group = {"direction": "momentum", **param_group}
         super().add_param_group(param_group)
@@ -235,7 +238,7 @@ class LARS(OrthogonalStep):
     def _vectors(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Return the vectors whose norms a part needs, for `_norms_over_ranks`."""
+        """Return the vectors of a parameter shard whose norms the trust ratio needs."""
         if group["direction"] == "orthogonal":
             refuse_part(part)
         return lars_vectors(param, grad, part, group=group, scaling=self._scaling.to(param.device))
@@ -274,7 +277,10 @@ def lars_vectors(
     group: dict[str, Any],
     scaling: GradScaling = UNSCALED,
 ) -> list[ShardedVector]:
-    """Return the vectors whose norms `lars_ratios` needs for a part. There are none if the trust ratio is off."""
+    """Return the vectors of a parameter shard whose norms `lars_ratios` needs.
+
+    There are no vectors if the trust ratio is off.
+    """
     if not group["trust_ratio"]:
         return []
     weight = ShardedVector(part=part, pieces=[param])
@@ -298,7 +304,9 @@ def lars_ratios(
     norms: Sequence[Tensor] | None = None,
     shard_sums: ShardSums | None = None,
 ) -> Tensor:
-    """Compute the trust ratios of tensors of one device and dtype, as a 1-D tensor on that device.
+    """Compute the LARS trust ratios of tensors that have the same device and dtype.
+
+    The result is a 1-D tensor on that device.
 
     Args:
         params: Weights.
@@ -306,9 +314,9 @@ def lars_ratios(
         group: Parameter group. If it has a `trust_clip`, the ratios are clipped.
         lr: Learning rate, by which a clip divides.
         scaling: Loss scale of the gradients.
-        norms: If `params` are parts, the norms of the full weights, and of the full gradients (still
+        norms: If `params` are shards, the norms of the full weights, and of the full gradients (still
             scaled) or directions.
-        shard_sums: Sums over ranks, if `params` are shards of DTensors.
+        shard_sums: All-reduce over ranks, if `params` are shards of DTensors.
     """
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
     is_joint = group["denominator"] == "joint"
@@ -351,7 +359,7 @@ def lars_(
     ratios: Tensor | None,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Do one LARS step on tensors of one device and dtype in place.
+    """Apply one LARS step in place to tensors that have the same device and dtype.
 
     Args:
         params: Weights.
@@ -408,7 +416,7 @@ def _update_buffers(
     group: dict[str, Any],
     scaling: GradScaling,
 ) -> list[Tensor]:
-    """Return the next momentum, and write it to `buffers` unless the step is skipped."""
+    """Return the new momentum, and write it to `buffers` unless the step is skipped."""
     new_buffers = scaling.scratch(buffers)
     torch._foreach_mul_(new_buffers, group["momentum"])
     torch._foreach_add_(new_buffers, directions)

@@ -59,13 +59,13 @@ _REASONS_OF_OPTIONAL_FLAGS = {
 
 
 class LayerwiseOptimizer(Optimizer):
-    """Base of optimizers that scale each tensor's step by a trust ratio. LARS and LAMB define the rule.
+    """Base class of optimizers that scale each tensor's step by a trust ratio.
 
-    The class checks the options in the defaults and in each group. Other keys of a group, such as
-    `lr_scale` for a schedule with layer decay, are kept and ignored. A key that is similar to an option
-    raises an error. State is float32 for half-precision parameters, also after `load_state_dict`. The
-    rule receives lists of tensors: one tensor per list or, with `foreach`, all tensors of a device and
-    dtype.
+    LARS and LAMB define the update rule. The class checks the options in the defaults and in each group.
+    Other keys of a group, such as `lr_scale` for a schedule with layer decay, are kept and ignored. A key
+    that is similar to an option raises an error. State is float32 for half-precision parameters, also after
+    `load_state_dict`. The rule receives lists of tensors: one tensor per list or, with `foreach`, all
+    tensors of a device and dtype.
 
     Gradients may have another dtype than their parameters, and may be scaled. `torch.amp.GradScaler`, or a
     caller with half-precision gradients of fp32 parameters (`param.grad_dtype = None`), uses these
@@ -82,17 +82,18 @@ class LayerwiseOptimizer(Optimizer):
     Ranks can share the update with two more attributes. The trust ratio is then computed from the full
     tensors. In the fused step it is bitwise equal to the trust ratio without sharing.
 
-        parts                   {parameter: `Part`}. A parameter is either 1-D and a part of a tensor, with the part's
-                                gradient, or a slice in any dimension, whose part is from 0 to its number of elements.
-        add_up_                 Function that adds a float64 tensor over the ranks that hold the parts, in place. The
+        parts                   {parameter: `Part`}. A parameter is either a 1-D shard of a tensor, with the gradient of
+                                the shard, or a slice in any dimension, whose `Part` is from 0 to its number of
+                                elements.
+        add_up_                 Function that adds a float64 tensor over the ranks that hold the shards, in place. The
                                 result must be bitwise equal on all of them.
 
     LARS calls `add_up_` once per step, and LAMB twice. Collective: all these ranks must step. Each of them
-    holds all elements of the parameters without a part. If one rank finds inf or nan, or has a `found_inf`
-    above 0, no rank writes.
+    holds all elements of the parameters that are not in `parts`. If one rank finds inf or nan, or has a
+    `found_inf` above 0, no rank writes.
 
     Attributes:
-        shard_sums: Sums over ranks during a step on shards of DTensors (see `dtensor.local_shards`).
+        shard_sums: All-reduce over ranks during a step on shards of DTensors (see `dtensor.local_shards`).
     """
 
     # Class attributes, because copied and unpickled optimizers and the views of `local_shards` do not
@@ -103,7 +104,7 @@ class LayerwiseOptimizer(Optimizer):
     shard_sums: ShardSums | None = None
     _fused_step_type: type[FusedStep]
     _one_and_zero: Tensor | None = None
-    # State of the current step: its scaling, and the norms of the full tensors for parameters that are parts.
+    # State of the current step: its scaling, and the norms of the full tensors for parameters that are shards.
     _scaling = GradScaling()
     _part_norms: Mapping[Tensor, list[Tensor]] = {}
 
@@ -142,7 +143,7 @@ class LayerwiseOptimizer(Optimizer):
         self._check_switches(group)
 
     def _check_switches(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` if a flag of the group has an invalid value."""
+        """Raise `ValueError` if a boolean option of the group has an invalid value."""
         require_choice(
             "differentiable",
             group.get("differentiable", False),
@@ -161,7 +162,10 @@ class LayerwiseOptimizer(Optimizer):
             )
 
     def _refuse_misspelt(self, key: str, value: Any) -> None:
-        """Raise `ValueError` for a group key that is similar to an option. Other keys are allowed for schedules."""
+        """Raise `ValueError` for a group key that looks like a misspelt option.
+
+        Other keys are allowed for schedules.
+        """
         options = list(self.defaults)
         for option in difflib.get_close_matches(key, options, n=1, cutoff=_TYPO_SIMILARITY):
             # `weight_decay_scale` is a key for a schedule, not a misspelt `weight_decay`.
@@ -172,14 +176,20 @@ class LayerwiseOptimizer(Optimizer):
                 )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        """Update `params`, which have one device and dtype, by one step. `grads` must not be changed."""
+        """Update parameters that have the same device and dtype by one step.
+
+        `grads` must not be changed.
+        """
         raise NotImplementedError
 
     def _before_updates(self) -> None:
-        """Prepare the updates of one step. Called after the closure and before the first `_update`."""
+        """Prepare the updates of one step.
+
+        Called after the closure and before the first `_update`.
+        """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group after a check of its options.
+        """Check the options of a parameter group, and add it to the optimizer.
 
         Raises:
             ValueError: An option has an invalid value, a key is a misspelt option, or a parameter is complex or
@@ -238,7 +248,10 @@ class LayerwiseOptimizer(Optimizer):
                 group.setdefault(key, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict. Unlike in torch, the state of half-precision parameters stays in float32."""
+        """Load a state dict, and keep the state of half-precision parameters in float32.
+
+        torch's own optimizers would round this state to the dtype of the parameters.
+        """
         # torch casts each state tensor to the dtype of its parameter, which would round it. User hooks may replace the
         # dict, so these hooks run directly before and directly after torch's own code.
         loaded: list[dict[str, Any]] = []
@@ -258,7 +271,7 @@ class LayerwiseOptimizer(Optimizer):
             post_hook.remove()
 
     def _restore_float32(self, state_dict: dict[str, Any]) -> None:
-        """Copy the state of half-precision parameters from the checkpoint again, because torch has rounded it."""
+        """Restore the float32 state of half-precision parameters, which torch has rounded."""
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(indices, params, strict=True):
@@ -318,7 +331,7 @@ class LayerwiseOptimizer(Optimizer):
             self._listed_step(is_checked)
 
     def _read_scaling(self) -> tuple[GradScaling, bool]:
-        """Return the scaling that the caller has set, and whether this step must check for inf and nan itself."""
+        """Return the gradient scaling set by the caller, and whether this step must check for inf and nan."""
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
@@ -338,7 +351,7 @@ class LayerwiseOptimizer(Optimizer):
         return GradScaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
 
     def _listed_step(self, is_checked: bool) -> None:
-        """Run the step on lists of tensors."""
+        """Run the step on lists of tensors, without fused kernels."""
         # All gradients are checked before the first parameter is written.
         if is_checked:
             self._scaling = self._check_gradients(self._scaling)
@@ -350,7 +363,7 @@ class LayerwiseOptimizer(Optimizer):
                 self._update(group, params, grads)
 
     def _check_gradients(self, scaling: GradScaling) -> GradScaling:
-        """Return the scaling with a `found_inf` that tells whether any gradient is inf or nan."""
+        """Return the scaling with a `found_inf` flag that is set if any gradient is inf or nan."""
         # There is one check per device and dtype. The results are combined on the first device, and the host does not
         # read them.
         batches: dict[Any, list[Tensor]] = {}
@@ -373,14 +386,14 @@ class LayerwiseOptimizer(Optimizer):
     def _norms_over_ranks(
         self, vectors_of: Callable[[dict[str, Any], Tensor, Tensor, Part], list[ShardedVector]]
     ) -> dict[Tensor, list[Tensor]]:
-        """Return the norms of the full tensors for each parameter that is a part.
+        """Return the norms of the full tensors for each parameter that is a shard.
 
         It also combines `found_inf` over ranks, so that the step is skipped on all ranks or on none.
 
-        Collective: every rank that holds parts must call it, in the same order.
+        Collective: every rank that holds shards must call it, in the same order.
 
         Args:
-            vectors_of: Function of a group, a parameter, its gradient and its part, which returns the
+            vectors_of: Function of a group, a parameter, its gradient and its shard, which returns the
                 vectors whose norms are needed.
         """
         parts = self.parts or {}
@@ -401,11 +414,11 @@ class LayerwiseOptimizer(Optimizer):
         return norms
 
     def _whole_norms(self, params: list[Tensor]) -> list[Tensor] | None:
-        """Return the norms of the full tensors of which `params` are parts, or None if they are not parts.
+        """Return the norms of the full tensors if `params` are shards, or None if they are full tensors.
 
         There is one tensor of norms per vector.
         """
-        # `_batches` separates parts from full tensors, so either all of `params` are parts or none is.
+        # `_batches` separates shards from full tensors, so either all of `params` are shards or none is.
         if params[0] not in self._part_norms:
             return None
         norms_of_params = [self._part_norms[param] for param in params]
@@ -413,18 +426,21 @@ class LayerwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if the step itself unscales gradients and skips. GradScaler and Lightning use this name."""
+        """True if the step itself unscales gradients and skips steps with inf or nan.
+
+        GradScaler and Lightning read this attribute.
+        """
         params = [param for group in self.param_groups for param in group["params"]]
         if not params or not self.param_groups[0]["fused"]:
             return False
         return self._fused_step_type.has_engines(params)
 
     def _asks_for_fused(self) -> bool:
-        """Return whether the user has set `fused=True`."""
+        """Return whether the user has requested a fused step."""
         return bool(self.param_groups) and bool(self.param_groups[0]["fused"])
 
     def _fused_step(self, is_checked: bool) -> bool:
-        """Run the fused step, and return False if it was not requested or a device has no kernels for it."""
+        """Run the fused step if it was requested and has kernels, and return whether it has run."""
         if not self._asks_for_fused():
             return False
         # Created here, because it holds addresses, and a copied or unpickled optimizer does not run `__init__`.
@@ -437,7 +453,10 @@ class LayerwiseOptimizer(Optimizer):
         return True
 
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-        """Return one list of state tensors per key, with a tensor for each parameter. Missing state is set to zero."""
+        """Return the optimizer state of some parameters, as one list of tensors per state key.
+
+        Missing state is set to zero.
+        """
         for param in params:
             state = self.state[param]
             for key in keys:
@@ -450,7 +469,7 @@ class LayerwiseOptimizer(Optimizer):
 
 
 def options_of(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a constructor as plain values, for the defaults of parameter groups."""
+    """Convert constructor arguments to plain values, for the defaults of parameter groups."""
     options: dict[str, Any] = {"trust_ratio": True}
     for name, value in arguments.items():
         options[name] = plain_value(value)
@@ -460,9 +479,9 @@ def options_of(**arguments: Any) -> dict[str, Any]:
 def _batches(
     group: dict[str, Any], parts: Mapping[Tensor, Part]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield lists of parameters and their gradients, which an update processes together.
+    """Yield lists of parameters and gradients that are updated together.
 
-    The tensors of a list have one device and one pair of dtypes. Parts and full tensors are in separate
+    The tensors of a list have one device and one pair of dtypes. Shards and full tensors are in separate
     lists, because the update itself computes the norms of full tensors.
     """
     batches: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""LARS step along the orthogonalised momentum, and its Newton-Schulz iterations, which ranks can share."""
+"""LARS step along the orthogonalised momentum, with Newton-Schulz iterations that ranks can share."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ _BATCH = 1 << 24
 
 
 class OrthogonalStep(LayerwiseOptimizer):
-    """Base of `LARS` that defines the step of groups with `direction="orthogonal"`, on lists of tensors.
+    """Base class of `LARS` that implements the step of groups with `direction="orthogonal"`.
+
+    The step processes lists of tensors.
 
     Attributes:
-        work_group: Process group whose ranks share the work. None: this rank does all of it.
+        work_group: Process group whose ranks share the orthogonalisation. None: this rank processes all tensors.
     """
 
     work_group: dist.ProcessGroup | None = None
     _orthogonal: dict[Tensor, Tensor]  # directions of the current step, by parameter
 
     def _orthogonalize(self) -> None:
-        """Compute the directions of all groups.
+        """Compute the orthogonalised momentum of all groups with `direction="orthogonal"`.
 
         Collective: every rank of `work_group` must call it, in the same order.
         """
@@ -81,7 +83,7 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _moments(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors to orthogonalise, and the next momentum, which is None without momentum.
+        """Return the tensors to orthogonalise, and the new momentum buffers or None without momentum.
 
         No state is changed.
         """
@@ -101,7 +103,10 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _orthogonal_update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Update parameters of a group with `direction="orthogonal"`, which have one device and dtype, by one step."""
+        """Update parameters of a group with `direction="orthogonal"` by one step.
+
+        The parameters have the same device and dtype.
+        """
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
         moments, new_buffers = self._moments(group, params, grads)
@@ -117,7 +122,7 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _sized_steps(
         self, group: dict[str, Any], params: list[Tensor], moments: list[Tensor]
     ) -> list[Tensor]:
-        """Return the steps for a learning rate of 1."""
+        """Return the update directions, scaled to their size at a learning rate of 1."""
         directions = []
         for param, moment in zip(params, moments, strict=True):
             # Tensors that are not matrices are updated along their momentum.
@@ -147,13 +152,13 @@ class OrthogonalStep(LayerwiseOptimizer):
 
 
 def _muon_size(step: Tensor) -> float:
-    """Return sqrt(max(1, rows / columns)), the factor by which `torch.optim.Muon` multiplies a matrix."""
+    """Return the factor sqrt(max(1, rows / columns)) by which `torch.optim.Muon` scales a matrix."""
     rows_per_column = step.shape[0] ** 2 / step.numel()
     return float(max(1.0, rows_per_column) ** 0.5)
 
 
 def refuse_part(part: Part) -> NoReturn:
-    """Raise an error, because a part of a tensor cannot be orthogonalised."""
+    """Raise `ValueError`, because a shard of a tensor cannot be orthogonalised."""
     raise ValueError(
         f'`direction` (="orthogonal") needs full tensors, but this rank holds only a part (={part.begin} to {part.end} '
         f"of {part.numel} elements), and singular values depend on the full matrix. Leave `shard_update` out. To share "
@@ -173,10 +178,10 @@ def is_matrix(tensor: Tensor) -> bool:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the results of `orthogonalized`, which is float16, or float64 for float64.
+    """Return the dtype of orthogonalised tensors, which is float16, or float64 for float64 input.
 
-    Elements are at most 1.2, and singular values only approximate 1 up to a third. So the rounding of float16
-    (5e-4) does not matter, and ranks that share the work send half the bytes.
+    Elements are at most 1.2, and singular values differ from 1 by up to a third. So the rounding of float16
+    (5e-4) does not matter, and ranks that share the work send half as many bytes as in float32.
     """
     if dtype == torch.float64:
         return torch.float64
@@ -184,7 +189,7 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def num_flops(shape: Sequence[int]) -> int:
-    """Return the number of multiplications and additions of the orthogonalisation of a tensor.
+    """Return the number of floating-point operations that orthogonalise a tensor of this shape.
 
         5 * (4 * rows^2 * columns + 2 * rows^3)         for the matrix or its transpose, with rows <= columns
 
@@ -197,7 +202,7 @@ def num_flops(shape: Sequence[int]) -> int:
 
 
 def orthogonalized(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors whose singular values are about 1, and whose singular vectors are those of `tensors`.
+    """Return tensors with the same singular vectors as `tensors`, but singular values of about 1.
 
         M = tensor as [out, in * height * width] = U S V'   ->   U S' V',   S' within [0.68, 1.21]
 
@@ -236,7 +241,7 @@ def orthogonalized_all(
     together: bool,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Orthogonalise many tensors. The ranks of `group` share the work and send each other the results.
+    """Orthogonalise many tensors, with the work shared by the ranks of a process group.
 
     Each rank processes some of the tensors, with about equal `num_flops`, and receives all results of the other
     ranks. Afterwards the results are bitwise equal on all ranks.
@@ -280,7 +285,7 @@ def _exchange(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Send the results of this rank to the other ranks, and add their results to `results`.
+    """Broadcast this rank's results to the other ranks, and store their results in `results`.
 
     Collective: every rank of the group must call it, in the same order.
     """
@@ -303,9 +308,9 @@ def _exchange(
 
 
 def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
-    """Assign each tensor to a rank. The costliest tensors come first, and each goes to the rank with the least work.
+    """Assign each tensor to a rank, so that all ranks have about equal numbers of operations.
 
-    The result is equal on every rank.
+    The costliest tensors are assigned first, each to the rank with the least work. The result is equal on every rank.
 
     >>> owners_by_flops([torch.Size((64, 64)), torch.Size((512, 512)), torch.Size((64, 64))], 2)
     [1, 0, 1]
@@ -324,7 +329,10 @@ def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
 def _batches(
     shapes: Sequence[torch.Size], indices: Sequence[int], *, together: bool
 ) -> list[list[int]]:
-    """Return the indices in batches of equal shapes with at most `_BATCH` elements, or in batches of one."""
+    """Split indices into batches of tensors with equal shapes and at most `_BATCH` elements.
+
+    If `together` is False, each batch has one index.
+    """
     if not together:
         return [[index] for index in indices]
     open_batches: dict[torch.Size, list[int]] = {}
@@ -341,7 +349,10 @@ def _batches(
 
 
 def _iterate(matrices: Tensor) -> Tensor:
-    """Run the iterations on a batch (matrix, row, column) of matrices with no more rows than columns."""
+    """Run the Newton-Schulz iterations on a batch of matrices.
+
+    The shape is (matrix, row, column), with no more rows than columns.
+    """
     # The matrices are scaled twice, because squares of very small or large elements would exceed the range of float32.
     largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
     iterate = matrices / largest.clamp(min=torch.finfo(matrices.dtype).tiny)

@@ -1,4 +1,4 @@
-"""Parameter groups for layer-wise optimizers, which select parameters by module type and name."""
+"""Parameter groups for layer-wise optimizers, selected by module type and parameter name."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,7 +22,7 @@ NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResp
 
 @dataclass(frozen=True, kw_only=True)
 class ParamChoice:
-    """Decision whether one parameter is adapted or excluded.
+    """Decision whether a parameter is adapted by layer scaling or excluded from it.
 
     Attributes:
         name: Full name of the parameter.
@@ -36,7 +36,9 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Group of adapted parameters and group of excluded parameters, for any optimizer.
+    """List of two parameter groups, one adapted by layer scaling and one excluded from it.
+
+    Any optimizer accepts them.
 
     Args:
         groups: Adapted group and excluded group.
@@ -48,7 +50,7 @@ class ParamGroups(list[dict[str, Any]]):
         self.choices = choices
 
     def report(self) -> str:
-        """Return a table that counts the adapted parameters, and the excluded parameters for each reason.
+        """Return a text table that counts adapted parameters, and excluded parameters by reason.
 
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
         >>> print(param_groups(model, weight_decay=5e-4).report())
@@ -88,7 +90,7 @@ def param_groups(
     include_frozen: bool = False,
     named: bool = False,
 ) -> ParamGroups:
-    """Split the parameters of a model into a group with layer scaling and weight decay, and a group without.
+    """Split a model's parameters into a group with layer scaling and weight decay, and one without.
 
         adapted     weight_decay = `weight_decay`    trust_ratio = True
         excluded    weight_decay = 0                 trust_ratio = False
@@ -171,7 +173,7 @@ def param_groups(
 def _group_of(
     choices: Collection[ParamChoice], weight_decay: float, *, is_adapted: bool, named: bool
 ) -> dict[str, Any]:
-    """Create the parameter group of these parameters."""
+    """Create the optimizer's parameter group for some parameters."""
     group: dict[str, Any] = {"params": [choice.param for choice in choices]}
     if named:
         group["param_names"] = [choice.name for choice in choices]
@@ -183,7 +185,7 @@ def _group_of(
 def _exclusion_reasons(
     model: nn.Module, exclusions: tuple[Exclusion, ...], rules: Collection[Rule]
 ) -> dict[nn.Parameter, tuple[str, str]]:
-    """Return the first name of each parameter, and the reason why it is excluded, or an empty string."""
+    """Return the first name of each parameter, and the reason for its exclusion or an empty string."""
     names: dict[nn.Parameter, str] = {}
     reasons: dict[nn.Parameter, str] = {}
     matched: set[int] = set()

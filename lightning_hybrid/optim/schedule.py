@@ -1,4 +1,4 @@
-"""Learning-rate schedule with warm-up and polynomial decay, and suggestions for a first learning rate."""
+"""Learning-rate schedule with warm-up and polynomial decay, and suggested peak learning rates."""
 
 import math
 from typing import Any, Literal, get_args
@@ -29,7 +29,9 @@ def warmup_polynomial_lr(
     warmup_start_lr: float,
     decay_from: DecayFrom = "warmup_end",
 ) -> Any:
-    """Compute the learning rate of update number `step`, counted from 0, by the rule of `WarmupPolynomialDecay`.
+    """Compute the learning rate of one optimizer step by the rule of `WarmupPolynomialDecay`.
+
+    Steps are counted from 0.
 
     >>> rule = dict(total_steps=6, warmup_steps=2, power=2.0, end_lr=0.0, warmup_start_lr=0.0)
     >>> [warmup_polynomial_lr(step, 16.0, **rule) for step in range(8)]
@@ -115,7 +117,7 @@ class WarmupPolynomialDecay(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Compute the learning rate of each group at update `last_epoch`."""
+        """Compute the learning rate of each parameter group at step `last_epoch`."""
         # The closed form avoids accumulated rounding errors.
         rates = []
         for base_lr in self.base_lrs:
@@ -138,7 +140,7 @@ class WarmupPolynomialDecay(LRScheduler):
 def _check_numbers(
     total_steps: Any, warmup_steps: Any, power: Any, end_lr: Any, warmup_start_lr: Any
 ) -> None:
-    """Raise `ValueError` if a number is out of range."""
+    """Raise `ValueError` if an argument of the schedule is out of range."""
     reason = "it counts optimizer steps, not epochs. Multiply epochs by steps per epoch and round"
     require_whole("total_steps", total_steps, reason)
     require_whole("warmup_steps", warmup_steps, reason, least=0)
@@ -156,7 +158,7 @@ def _check_numbers(
 
 
 def _check_base_rates(optimizer: Optimizer, end_lr: float) -> None:
-    """Raise `ValueError` if the learning rate of a group is below `end_lr`."""
+    """Raise `ValueError` if the learning rate of a parameter group is below `end_lr`."""
     for index, group in enumerate(optimizer.param_groups):
         # After a resume, `lr` is a value from the middle of the schedule, and torch stores the base next to it.
         base_lr = group.get("initial_lr", group["lr"])
@@ -181,15 +183,15 @@ def starting_rate(
     sgd_lr: float = 0.1,
     sgd_batch_size: int = 256,
 ) -> float:
-    """Suggest a peak learning rate for a large batch, from which to search by factors of two.
+    """Suggest a peak learning rate for a large batch, as a starting point for a search.
 
         s = sgd_lr * 256 / sgd_batch_size / 0.1              your SGD learning rate relative to that of ResNet-50
         sgd    sgd_lr * batch_size / sgd_batch_size          Goyal et al. 2017, who validated it up to 8,192
         lars   s * MLPerf's learning rate at that batch      interpolated in log space, linear below 4,096
         lamb   s * 0.04 * sqrt(batch_size / 32,768)          You et al. 2020, ResNet-50
 
-    The scaling of the LARS and LAMB learning rates with the SGD learning rate is our assumption. The function
-    only returns a number, and changes no optimizer.
+    Search around the suggested value by factors of two. The scaling of the LARS and LAMB learning rates with the
+    SGD learning rate is our assumption. The function only returns a number, and changes no optimizer.
 
     Args:
         optimizer: `"sgd"`, `"lars"` or `"lamb"`.
@@ -222,9 +224,9 @@ def starting_rate(
 
 
 def _scaled_lars_rate(batch_size: int, scale: float) -> float:
-    """Return MLPerf's learning rate for LARS times `scale`.
+    """Return MLPerf's LARS learning rate for a batch size, multiplied by `scale`.
 
-    It is interpolated in log space, and linear below the first point.
+    It is interpolated in log space, and linear below the first reference point.
     """
     batch_sizes = list(MLPERF_LARS)
     smallest = batch_sizes[0]

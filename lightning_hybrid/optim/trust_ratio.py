@@ -1,4 +1,4 @@
-"""Euclidean norms that are accurate at any size, also for tensors that ranks share, and trust ratios of norms."""
+"""Trust ratios, and Euclidean norms that are accurate at any size and for sharded tensors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def trust_ratio(
     weight_decay: float | Tensor = 0.0,
     eps: float | Tensor = 0.0,
 ) -> Tensor:
-    """Compute the trust ratio, which is the length of a layer's step relative to its weights.
+    """Compute the trust ratio of each layer, which scales its step to the norm of its weights.
 
         ratio = trust_coefficient * |w| / (|u| + weight_decay * |w| + eps)
 
@@ -55,7 +55,7 @@ def trust_ratio(
 
 
 def require_bounds(bounds: Any) -> None:
-    """Raise `ValueError` unless `weight_norm_bounds` is None or two numbers that bound a norm."""
+    """Raise `ValueError` unless the bounds of a weight norm are None or two valid numbers."""
     if bounds is not None and not _are_bounds(bounds):
         raise ValueError(
             f"`weight_norm_bounds` (={bounds!r:.60}) must be two numbers (low, high) with 0 <= low <= high and "
@@ -74,13 +74,14 @@ def _are_bounds(bounds: Any) -> bool:
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the Euclidean norms of several tensors on one device, as a 1-D tensor on that device.
+    """Compute the Euclidean norm of each tensor in a list.
 
         norms[i] = sqrt(sum(tensors[i] ** 2))
 
-    The tensors may have any shape, and the dtype float16, bfloat16, float32 or float64. On the CPU the result is
-    float64, with a relative error below 1e-6 at any size. Elsewhere it is float32, or float64 for float64 tensors.
-    Squares are float32, so elements above 1e19 give inf and elements below 1e-23 count as zero.
+    The result is a 1-D tensor on the device of the tensors. The tensors may have any shape, and the dtype float16,
+    bfloat16, float32 or float64. On the CPU the result is float64, with a relative error below 1e-6 at any size.
+    Elsewhere it is float32, or float64 for float64 tensors. Squares are float32, so elements above 1e19 give inf and
+    elements below 1e-23 count as zero.
 
     >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.full((4,), 60000.0, dtype=torch.float16)])
     tensor([5.0000e+00, 1.2000e+05], dtype=torch.float64)
@@ -102,9 +103,9 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
 
 
 def norm_in_rows(tensor: Tensor) -> Tensor:
-    """Compute the norm of a 1-D tensor row by row, as a 0-dim float64 tensor.
+    """Compute the Euclidean norm of a 1-D tensor row by row, as a 0-dim float64 tensor.
 
-    The relative error is below 1e-6 at any size. It takes one pass over memory for any dtype.
+    The relative error is below 1e-6 at any size. The function makes one pass over memory for any dtype.
 
     >>> norm_in_rows(torch.full((1 << 20,), 2.0, dtype=torch.float16))
     tensor(2048., dtype=torch.float64)
@@ -121,7 +122,7 @@ def norm_in_rows(tensor: Tensor) -> Tensor:
 
 
 def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
-    """Return how many elements of a tensor `tensor_norms` sums in rows of float32.
+    """Return the number of elements of a tensor that `tensor_norms` sums in rows of float32.
 
     These are all elements of a large tensor, and no elements of a small tensor or a float64 tensor.
 
@@ -134,7 +135,7 @@ def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
 
 
 def combined_norms(norms_of_blocks: list[Tensor]) -> Tensor:
-    """Return the norms of tensors, combined from the norms of their blocks."""
+    """Combine the norms of the blocks of tensors into the norms of the full tensors."""
     if len(norms_of_blocks) == 1:
         return norms_of_blocks[0]
     return torch.linalg.vector_norm(torch.stack(norms_of_blocks), dim=0)
@@ -142,11 +143,11 @@ def combined_norms(norms_of_blocks: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedVector:
-    """Vector that ranks share and whose norm is needed.
+    """Vector that is sharded over ranks, for the computation of its norm.
 
     Attributes:
-        part: Part of the vector that this rank holds.
-        pieces: Elements of the part in order. They are read once.
+        part: Shard of the vector that this rank holds.
+        pieces: Elements of the shard in order. They are read once.
         is_in_blocks: Whether a single rank would sum the vector with `in_blocks`, so that a small last block is summed
             in float64.
     """
@@ -161,15 +162,15 @@ def norms_over_ranks(
     found_inf: Tensor,
     add_up_: Callable[[Tensor], None],
 ) -> tuple[dict[Tensor, list[Tensor]], Tensor]:
-    """Compute the norms of full vectors and combine the `found_inf` of all ranks, in one call of `add_up_`.
+    """Compute the norms of sharded vectors and combine `found_inf` over ranks in one all-reduce.
 
-    Collective: every rank that holds parts must call it, with vectors in the same order. Afterwards the results are
+    Collective: every rank that holds shards must call it, with vectors in the same order. Afterwards the results are
     bitwise equal on all ranks.
 
-    Each rank sums the squares of its part as `tensor_norms` does on the CPU, and the sums of the ranks are added in
+    Each rank sums the squares of its shard as `tensor_norms` does on the CPU, and the sums of the ranks are added in
     float64. A norm differs from `tensor_norms` of the full tensor only by the order of additions. The relative
     difference is 1e-15, which changes a float32 result about once in a hundred million norms. It is 1e-13 for float64
-    tensors, and 1e-6 on an accelerator, which sums in another way.
+    tensors, and 1e-6 on an accelerator, which sums differently.
 
     Args:
         vectors: Vectors of each parameter.
@@ -197,7 +198,10 @@ def norms_over_ranks(
 
 
 def _sum_of_squares(vector: ShardedVector) -> Tensor:
-    """Sum the squares of this rank's part, with the same choice of float32 rows and float64 as `tensor_norms`."""
+    """Return the sum of squares of this rank's shard of a vector.
+
+    Elements are summed in float32 rows or in float64, as `tensor_norms` does for the full vector.
+    """
     part = vector.part
     numel_of_last_block = part.numel
     if vector.is_in_blocks:

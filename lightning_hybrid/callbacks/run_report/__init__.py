@@ -1,1 +1,1 @@
-"""Report of a run: pictures, a page and a summary."""
+"""Report of a training run, with plots, an HTML page and a JSON summary."""

@@ -1,4 +1,4 @@
-"""Callback that writes the report of a run: a picture, a summary, curves and a page with all of them."""
+"""Callback that writes the report of a training run as plots, JSON files and an HTML page."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from lightning_hybrid.run_status import run_status
 
 
 class RunReport(Callback):
-    """Callback that writes a report of the run when fitting ends, and again when testing ends.
+    """Callback that writes a report of the run when `fit` ends, and again when `test` ends.
 
-    Rank zero writes it.
+    Rank zero writes the report.
 
         <run_dir>/run.png        loss, accuracy, learning rate, loss scale, waits against steps; buckets
         <run_dir>/summary.json   last and best value of every metric, throughput, communication, settings of the run
@@ -73,7 +73,7 @@ class RunReport(Callback):
         self._trained_on: tuple[int, int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return curves, elapsed time and communication so far."""
+        """Return the curves, elapsed time, communication and number of ranks so far."""
         curves = {}
         for name, points in self.curves.items():
             curves[name] = torch.from_numpy(np.array(points, np.float64))
@@ -86,9 +86,9 @@ class RunReport(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore curves, elapsed time and communication.
+        """Restore the curves, elapsed time, communication and number of ranks from a checkpoint.
 
-        Older checkpoints may lack some of them.
+        Older checkpoints may lack some of these values.
         """
         self._earlier_fits_s = state_dict.get("elapsed_s", 0.0)
         self._fit_began_s = None
@@ -101,7 +101,10 @@ class RunReport(Callback):
         self._trained_on = state_dict.get("trained_on")
 
     def communication(self) -> CommSummary | None:
-        """Return this rank's communication since the first step, or None if the strategy has no counters."""
+        """Return a summary of this rank's communication since the first step.
+
+        None: the strategy does not trace its communication.
+        """
         # A trace counts one fit. A run may have several, in this process or before a resume.
         if self._trace is None:
             return self._earlier_communication
@@ -112,14 +115,14 @@ class RunReport(Callback):
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds since training began, including validation."""
+        """Seconds since training began, including validation and earlier fits."""
         current_fit_s = 0.0
         if self._fit_began_s is not None:
             current_fit_s = perf_counter() - self._fit_began_s
         return self._earlier_fits_s + current_fit_s
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check at once that the report can be drawn at the end.
+        """Raise an error if matplotlib is missing, before any training.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -131,7 +134,7 @@ class RunReport(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock and the counters of this fit."""
+        """Start the clock and the communication trace of this fit."""
         self._fit_began_s = perf_counter()
         self._last_step = trainer.global_step
         self._earlier_communication = self.communication()  # an interrupted fit may have a trace
@@ -141,7 +144,10 @@ class RunReport(Callback):
         self._note_ranks(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the totals, because the trace ends with the strategy's engine."""
+        """Add this fit's time and communication to the totals.
+
+        The strategy deletes the trace after training.
+        """
         self._earlier_fits_s = self.elapsed_s
         self._fit_began_s = None
         self._earlier_communication = self.communication()
@@ -155,7 +161,10 @@ class RunReport(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Record the values logged in this step, once per step even if it has several batches."""
+        """Record the values that were logged in this optimizer step.
+
+        They are recorded once per step, even if gradients of several batches are accumulated.
+        """
         if trainer.global_step != self._last_step and is_logged_step(trainer):
             self._note_ranks(trainer)
             self._record(
@@ -175,7 +184,7 @@ class RunReport(Callback):
         self._write(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the report without a test."""
+        """Write the report of training. It has no test results yet."""
         self._write(trainer)
 
     def _record(self, trainer: pl.Trainer, groups: tuple[str, ...]) -> None:
@@ -191,7 +200,7 @@ class RunReport(Callback):
             append_(times, trainer.global_step, self.elapsed_s)
 
     def _note_ranks(self, trainer: pl.Trainer) -> None:
-        """Note on how many ranks the run trains: in an elastic run hosts come and go."""
+        """Update the minimum and maximum number of ranks, because hosts of an elastic run can change."""
         num_ranks = run_status(trainer).num_ranks or trainer.world_size
         fewest, most = self._trained_on or (num_ranks, num_ranks)
         self._trained_on = min(fewest, num_ranks), max(most, num_ranks)
@@ -204,7 +213,7 @@ class RunReport(Callback):
         return points[-1][1] if points else None
 
     def best(self) -> dict[str, float]:
-        """Return the best value of each metric that has one."""
+        """Return the best value of each metric for which a best value is defined."""
         best = {}
         for name, points in self.curves.items():
             metric = m.metric_of(name)
@@ -218,9 +227,9 @@ class RunReport(Callback):
         return best
 
     def images_per_s(self) -> float | None:
-        """Return all images divided by all time.
+        """Return the mean training throughput in images per second, or None if it was not logged.
 
-        Logged windows have equally many images, so this is the harmonic mean of the logged values.
+        All logged values cover the same number of images, so the mean is harmonic.
         """
         points = self.curves.get(m.IMAGES_PER_S)
         if not points:
@@ -228,16 +237,19 @@ class RunReport(Callback):
         return statistics.harmonic_mean([value for _, value in points])
 
     def exposed_s(self) -> float | None:
-        """Return the exposed communication in seconds per step, as the mean of all logged steps."""
+        """Return the mean exposed communication time in seconds per step, or None if not logged."""
         points = self.curves.get(m.COMM_EXPOSED_S)
         if not points:
             return None
         return statistics.mean([value for _, value in points])
 
     def exposed_share(self) -> float | None:
-        """Return exposed communication as a share of the time of all logged steps, weighted by their time."""
-        # Windows have equally many images, so the time of a window is in proportion to 1 / images
-        # per second.
+        """Return the fraction of training time that is exposed communication, or None if not logged.
+
+        It is the mean over logged steps, weighted by their time.
+        """
+        # All logged values cover the same number of images, so the time is proportional to
+        # 1 / images per second.
         time_of_step = {}
         for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ()):
             time_of_step[step] = 1 / images_per_s
@@ -297,7 +309,7 @@ class RunReport(Callback):
         }
 
     def findings(self, trainer: pl.Trainer) -> dict[str, tuple[bool, str]]:
-        """Return the results of the run, as `{name: (is good, text)}`."""
+        """Describe the results of the run as `{name: (is good, text)}`."""
         status = run_status(trainer)
         folder = self._folder(trainer)
         findings: dict[str, tuple[bool, str]] = {}
@@ -348,7 +360,7 @@ class RunReport(Callback):
         return findings
 
     def table(self, trainer: pl.Trainer) -> str:
-        """Return the results of the run as a few lines of text."""
+        """Format the results of the run as text with one line per result."""
         folder = self._folder(trainer)
         rows = {name: text for name, (_, text) in self.findings(trainer).items()}
         rows["run directory"] = str(folder)
@@ -358,7 +370,10 @@ class RunReport(Callback):
         return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
 
     def _ranks(self, trainer: pl.Trainer) -> tuple[int, int]:
-        """Return the fewest and the most ranks that trained, or those of the trainer if no step was made."""
+        """Return the minimum and maximum number of ranks that trained at the same time.
+
+        Without any training, both are the trainer's world size.
+        """
         return self._trained_on or (trainer.world_size, trainer.world_size)
 
     def _name_tested_weights(self, folder: Path) -> str:
@@ -367,7 +382,7 @@ class RunReport(Callback):
         return _path_in(folder, self._tested_checkpoint)
 
     def _describe_validation(self, trainer: pl.Trainer, folder: Path) -> str | None:
-        """Return the last accuracy in validation, the best one, and its checkpoint."""
+        """Describe the last and the best validation accuracy, and name the best checkpoint."""
         points = self.curves.get(m.VAL_ACC)
         if not points:
             return None
@@ -409,17 +424,20 @@ class RunReport(Callback):
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all, because readers may see it while the run is killed."""
+    """Write a file atomically, and warn if this fails.
+
+    Readers never see an incomplete file, even if the run is killed while it writes.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             part.write_bytes(content)
-    except OSError as error:  # a run that trained is not lost for its picture
+    except OSError as error:  # a missing report must not end a run that has trained
         rank_zero_warn(f"{path} was not written ({error.strerror}). The run continues without it.")
 
 
 def _count_of_ranks(fewest: int, most: int) -> str:
-    """Return the number of ranks as text.
+    """Format a number of ranks, or a range, as text.
 
     >>> _count_of_ranks(1, 1), _count_of_ranks(2, 2), _count_of_ranks(2, 4)
     ('1 rank', '2 ranks', '2 to 4 ranks')
@@ -437,7 +455,7 @@ def _target_callbacks(trainer: pl.Trainer) -> list[TimeToAccuracy]:
 
 
 def _path_in(folder: Path, path: Any) -> str:
-    """Return a path relative to `folder` if it is inside of it, otherwise the path itself."""
+    """Return `path` relative to `folder` if it is inside the folder, otherwise unchanged."""
     if Path(path).is_relative_to(folder):
         return os.path.relpath(path, folder)
     return str(path)

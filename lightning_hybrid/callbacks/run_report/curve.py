@@ -1,4 +1,4 @@
-"""Curves with a bounded number of points, however long the run."""
+"""Metric curves whose number of points is bounded, even for long runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Point = tuple[int, float]
 
 
 def append_(curve: list[Point], step: int, value: float) -> None:
-    """Append a point of a later step. A curve that has become too long is thinned first.
+    """Append a point to a curve, and thin the curve first if it has too many points.
+
+    Steps must increase.
 
     >>> curve = list[Point]()
     >>> for step in range(5000):
@@ -29,7 +31,9 @@ def append_(curve: list[Point], step: int, value: float) -> None:
 
 
 def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
-    """Return at most `num_points` points, spread evenly over the steps, including the least and the largest value.
+    """Return at most `num_points` points of a curve, spread evenly over the steps.
+
+    The first and the last point and those of the smallest and the largest value are kept.
 
     >>> thinned([(step, -1.0 if step == 5 else float(step)) for step in range(100)], num_points=6)
     [(0, 0.0), (5, -1.0), (33, 33.0), (66, 66.0), (99, 99.0)]

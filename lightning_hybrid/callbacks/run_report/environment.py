@@ -1,4 +1,4 @@
-"""Versions, machine and commit of a run."""
+"""Software versions, machine and Git commit of a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 
 def environment(code_dir: Path | None = None) -> dict[str, Any]:
-    """Return the versions, the machine and the commit of this process.
+    """Return the software versions, the machine and the Git commit of this process.
 
     Args:
-        code_dir: Folder of the code. If it is in a checkout, `commit` is its commit, with a `+` if
-            files differ from it. Otherwise `commit` is None.
+        code_dir: Folder of the code. If it is in a Git repository, `commit` is its commit, with a
+            `+` if files differ from it. Otherwise `commit` is None.
 
     >>> environment()["torch"] == torch.__version__, environment()["commit"]
     (True, None)
@@ -45,10 +45,11 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
 
 
 def code_state(code_dir: Path) -> dict[str, Any] | None:
-    """Return the state of the repository around a folder: `commit`, and `is_dirty` if a tracked file differs from it.
+    """Return the Git commit of the repository around a folder, and whether tracked files differ.
 
-    None if there is no repository, no commit or no git. Also None if the repository tracks no file
-    of the folder, such as an environment inside of a project.
+    The keys are `commit` and `is_dirty`. The result is None if there is no repository, no commit or
+    no git. It is also None if the repository tracks no file of the folder, such as a virtual
+    environment inside a project.
 
     >>> code_state(Path("/")) is None
     True

@@ -1,7 +1,7 @@
-"""Style of every figure: as wide as a phone, labels next to lines, one palette for light and dark pages.
+"""Style of all figures: phone width, labels next to lines, and colours for light and dark pages.
 
-A figure is drawn for the width at which it is shown, so its text is never scaled. Wider pages put
-several side by side. Hues are those of Okabe & Ito 2008, which colour-blind readers can
+A figure is drawn for the width at which it is shown, so its text is never scaled. Wider pages show
+several figures side by side. Hues are those of Okabe & Ito 2008, which colour-blind readers can
 distinguish, darkened until readable as text.
 """
 
@@ -41,7 +41,7 @@ _DARK_COLOURS = {
 
 
 def _css_rules() -> str:
-    """Return CSS rules that replace light colours by dark ones."""
+    """Return CSS rules that replace the colours of light pages with those of dark pages."""
     rules = ""
     for light, dark in _DARK_COLOURS.items():
         for kind in ("fill", "stroke"):
@@ -66,7 +66,7 @@ Panel = tuple[Callable[[Axes], None], int]
 
 
 def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
-    """Draw panels row by row, and write the label of each line at its end."""
+    """Draw panels in a grid, row by row, with the label of each line at its end."""
     row_heights = []
     for first in range(0, len(panels), columns):
         row = panels[first : first + columns]
@@ -91,7 +91,7 @@ def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
 
 
 def _label_lines(axes: Axes, height: int) -> None:
-    """Write the label of each line next to its last point, moved apart where labels would overlap."""
+    """Write the label of each line next to its last point, without overlaps."""
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
     lines = []
@@ -123,9 +123,9 @@ def _label_lines(axes: Axes, height: int) -> None:
 
 
 def in_units(axes: Axes, *, x: str | None = None, y: str | None = None) -> None:
-    """Label ticks in a unit, with prefixes for thousands and thousandths.
+    """Label the ticks of the axes in their units, with SI prefixes.
 
-    Pure numbers below a million have none.
+    Numbers without a unit have a prefix only from a million on.
     """
     for axis, unit in ((axes.xaxis, x), (axes.yaxis, y)):
         if unit is not None:
@@ -144,7 +144,7 @@ def _format_tick(unit: str, value: float, position: int) -> str:
 
 
 def svg_of(figure: Figure) -> str:
-    """Return an SVG with real text, in colours that follow the reader's choice of a light or dark page.
+    """Convert a figure to SVG, with selectable text and colours for light and dark mode.
 
     >>> text = svg_of(figure_of([(lambda axes: axes.set_title("loss fell"), 200)]))
     >>> "prefers-color-scheme: dark" in text, ">loss fell</text>" in text, f'width="{WIDTH_PX}"' in text
@@ -160,12 +160,12 @@ def svg_of(figure: Figure) -> str:
 
 
 def png_of(figure: Figure) -> bytes:
-    """Return a PNG on a white background, with twice the resolution of a page."""
+    """Convert a figure to PNG on a white background, with two pixels per page pixel."""
     with rc_context(_STYLE), io.BytesIO() as buffer:  # type: ignore[arg-type]
         figure.savefig(buffer, format="png", dpi=144, facecolor="white")
         return buffer.getvalue()
 
 
 def write_svg(path: Path, panels: Sequence[Panel]) -> None:
-    """Write panels, one below the other, as one SVG file."""
+    """Write panels to one SVG file, one below the other."""
     path.write_text(svg_of(figure_of(panels)))

@@ -1,4 +1,4 @@
-"""HTML pages with embedded pictures, which need no other file and fit phones, desktops, light and dark screens."""
+"""Self-contained HTML pages with embedded plots, for phones and desktops in light and dark mode."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Good(str):
-    """Table cell text that the page marks as a good result."""
+    """Text of a table cell that the page marks as a good result."""
 
 
 def render(template: Path, **values: Any) -> str:
-    """Fill in a template. All values are escaped, except those that the template marks as safe.
+    """Render an HTML page from a template.
+
+    All values are escaped, except those that the template marks as safe.
 
     Args:
         template: Template file. It may extend `base.html` and import from `blocks.html`.
@@ -45,15 +47,14 @@ def render(template: Path, **values: Any) -> str:
 
 
 def pictures(panels: Sequence[Panel]) -> list[str]:
-    """Return an SVG for each panel."""
+    """Draw each panel as a separate SVG image."""
     return [svg_of(figure_of([panel])) for panel in panels]
 
 
 def format_value(value: Any, unit: str | None = None) -> str:
-    """Format a value for readers.
+    """Format a value for display, with an SI prefix if it has a unit.
 
-    None is an empty text. A number with a unit has four digits, and a prefix for thousands or
-    thousandths.
+    None becomes an empty string. A number with a unit has four significant digits.
 
     >>> format_value(1 / 3), format_value(65536.0), format_value(None), format_value(True), format_value([1, "a"])
     ('0.333333', '65536', '', 'True', "[1, 'a']")
@@ -82,9 +83,9 @@ def format_value(value: Any, unit: str | None = None) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested configuration to the keys of the command line.
+    """Flatten a nested configuration to one dictionary with dotted keys, as on the command line.
 
-    Empty groups stay as they are.
+    Empty mappings stay as they are.
 
     >>> flatten({"optim": {"lr": 1.0, "betas": [0.9, 0.99]}, "logger": None, "tags": {}})
     {'optim.lr': 1.0, 'optim.betas': [0.9, 0.99], 'logger': None, 'tags': {}}

@@ -1,4 +1,4 @@
-"""Pictures and the HTML page of a run, from its curves and its summary."""
+"""Plots and HTML page of a run, created from its curves and its summary."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def _last(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePanel:
-    """Panel of curves of a run, and the statement that is its title.
+    """Description of a plot of one or more metrics, with a statistic in its title.
 
     Attributes:
-        title: Title, with a place for the statistic.
+        title: Title, as a format string for the statistic.
         metrics: Labels of the metrics, by name. The label `_` is not shown.
-        statistic: Function that returns the title's number from the values of the first metric that
-            was measured.
+        statistic: Function that computes the number in the title from the values of the first
+            metric that was measured.
         unit: Unit of the y-axis.
-        factor: Factor from the logged values to that unit.
+        factor: Factor that converts the logged values to `unit`.
         log_base: Base of a logarithmic y-axis, or 0 for a linear one.
     """
 
@@ -95,7 +95,7 @@ CURVE_PANELS = (
 
 
 def panels_of(curves: Curves, comm: CommSummary | None) -> list[Panel]:
-    """Return a panel for each group of metrics that was measured, and one for the buckets."""
+    """Return a plot for each group of metrics that was measured, and one for gradient buckets."""
     panels: list[Panel] = []
     for curve_panel in CURVE_PANELS:
         lines = {}
@@ -132,7 +132,7 @@ def _draw_curves(panel: CurvePanel, title: str, lines: Curves, axes: Axes) -> No
 
 @dataclass(frozen=True)
 class _TimedBucket:
-    """Bucket with its mean times per step, in seconds."""
+    """Gradient bucket with its mean exposed and in-flight times per step, in seconds."""
 
     bucket: BucketSummary
     exposed_s: float
@@ -140,9 +140,9 @@ class _TimedBucket:
 
 
 def _timed_buckets(comm: CommSummary | None) -> list[_TimedBucket]:
-    """Return the buckets whose times were measured, without those of the first step only.
+    """Return the gradient buckets with measured times, except those used only in the first step.
 
-    DDP makes its buckets again after its first step.
+    DDP rebuilds its buckets after the first step.
     """
     buckets = () if comm is None else comm.buckets
     most_times = max((bucket.num_times for bucket in buckets), default=0)
@@ -158,7 +158,7 @@ def _timed_buckets(comm: CommSummary | None) -> list[_TimedBucket]:
 
 
 def _draw_buckets(buckets: Sequence[_TimedBucket], axes: Axes) -> None:
-    """Draw the buckets that were exposed longest, in the order of the step."""
+    """Draw bars for the gradient buckets with the longest exposed times, in the order of the step."""
     longest = sorted(buckets, key=lambda timed: -timed.exposed_s)
     shown = [timed for timed in buckets if timed in longest[:MOST_BARS]]
     wait = html_page.format_value(longest[0].exposed_s, "s")
@@ -187,11 +187,11 @@ SHOWN_ABOVE = (m.IMAGES_PER_S, m.COMM_EXPOSED_S, m.COMM_EXPOSED_SHARE, m.TRAIN_S
 def html_of(
     summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mapping[str, tuple[bool, str]]
 ) -> str:
-    """Return the HTML page of a run.
+    """Render the HTML report of a run.
 
     Args:
         summary: Content of `summary.json`.
-        panels: Panels of the pictures.
+        panels: Panels of the plots.
         findings: Results as `{name: (is good, text)}`.
     """
     good_rows = []
@@ -226,7 +226,10 @@ def html_of(
 def _metric_rows(
     last: Mapping[str, float], best: Mapping[str, float]
 ) -> list[tuple[str, str, str, str]]:
-    """Return name, last value, best value and meaning of each metric that is not shown above."""
+    """Return table rows of each metric's name, last value, best value and meaning.
+
+    Metrics that the page's first table shows are left out.
+    """
     rows = []
     for name, value in last.items():
         if name.startswith(SHOWN_ABOVE):

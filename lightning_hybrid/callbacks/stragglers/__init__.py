@@ -1,1 +1,1 @@
-"""Search for ranks and links that hold the others up: measurement, gathering, decision and output."""
+"""Detection of slow ranks and slow network links that delay training on all ranks."""

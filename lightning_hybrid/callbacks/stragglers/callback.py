@@ -1,4 +1,4 @@
-"""Callback that names the rank and the phase, or the link, that holds the others up."""
+"""Callback that detects a slow rank or a slow network link that delays all ranks."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ from lightning_hybrid.run_status import run_status
 
 
 class StragglerMonitor(Callback):
-    """Warn of a rank, or a link between nodes, that holds the other ranks up, and of the phase in which it does.
+    """Callback that warns about a slow rank or a slow link between nodes that delays the other ranks.
 
         rank 5 on host b is slow: backward takes 1.9 times the median, which costs every step 21 %
 
-    Phases are input, forward, backward, optimizer and callbacks. Every rank measures its own phases and how long it
-    waits for others, from the last bucket of a backward on. The late rank waits least, so no clock of one rank is
-    compared with another's. A rank is named once for each phase, until it recovers, if it costs `min_share` of a step
-    in `num_windows` consecutive windows of `every_n_steps` steps. Figures are medians over the steps of a window.
+    The warning also names the phase in which the rank is slow: input, forward, backward, optimizer or callbacks.
+    Every rank measures its own phases and how long it waits for other ranks after the last bucket of a backward. The
+    slow rank waits least, so clocks of different ranks are never compared. A rank is named once for each phase, until
+    it recovers, if it costs `min_share` of a step in `num_windows` consecutive windows of `every_n_steps` steps.
+    Times are medians over the steps of a window.
 
-    A link is named if no rank is late, every rank waits, and the link sends slower than other links, or than before.
+    A link is named if no rank is slow, every rank waits, and the link sends slower than other links, or than before.
     The rates come from the kernel's counters of TCP connections, on Linux.
 
     At the end of a window each rank sends 40 bytes to rank zero. Other steps have no communication. On CUDA times come
-    from events, and neither they nor the figures make the host wait for the device. *Every rank must have this
-    callback, with the same number.*
+    from events, and neither the events nor the gather make the host wait for the device. *Every rank must have this
+    callback, with the same `every_n_steps`.*
 
     It needs `strategy="hybrid_allreduce"`. With `LocalSteps` the ranks of each node are compared. Nothing is measured,
-    and a line says so at the start, in pipelines, in elastic runs, and with layers that communicate in forward, such
-    as `SyncBatchNorm`.
+    and a log line says so at the start, in pipelines, in elastic runs, and with layers that communicate in forward,
+    such as `SyncBatchNorm`.
 
     Args:
         every_n_steps: Number of steps in a window.
-        min_share: Share of a step, above 0 and at most 1, that a rank or a link must cost.
-        num_windows: Number of consecutive windows in which it must do so.
+        min_share: Fraction of a step, above 0 and at most 1, that a slow rank or link must cost.
+        num_windows: Number of consecutive windows in which it must cost at least `min_share`.
 
     Attributes:
-        messages: Warnings so far, each with its step. Only the first of the ranks that are compared has them.
+        messages: Warnings so far, each with its step. Empty except on the first of the compared ranks.
 
     Raises:
         ValueError: A number is not positive, or `min_share` is above 1.
@@ -92,7 +93,7 @@ class StragglerMonitor(Callback):
     # ---- begin and end -----------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure, or say why not.
+        """Start the measurement, or log the reason if the run cannot be measured.
 
         Collective: every rank must call it, in the same order.
         """
@@ -150,7 +151,7 @@ class StragglerMonitor(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """End a batch. At the end of a window, compare the ranks."""
+        """Record the times of the batch, and compare the ranks at the end of a window."""
         if self._measurement is None:
             return
         is_step = trainer.global_step != self._last_step
@@ -166,7 +167,7 @@ class StragglerMonitor(Callback):
             self._unlogged = {}
 
     def _compare(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Gather the windows of all ranks, and report what is found.
+        """Gather the measurements of all ranks, and warn about slow ranks and links.
 
         Collective: every rank must call it, in the same order.
         """
@@ -182,11 +183,14 @@ class StragglerMonitor(Callback):
             self._judge(windows, trainer.global_step)
 
     def _judge(self, windows: Sequence[RankWindow], step: int) -> None:
-        """Judge a window of all ranks, on the first of them."""
+        """Warn about slow ranks and links in one window of measurements.
+
+        Called on the first of the compared ranks.
+        """
         if len(windows) < 2:
             return  # with `LocalSteps`, a node of one rank
         if min(window.step_s for window in windows) <= 0:
-            return  # a device has not got through a step of this window
+            return  # a device has not completed any step of this window yet
         comparison = self._comparison
         assert comparison is not None
         self.num_judged += 1
@@ -203,7 +207,7 @@ class StragglerMonitor(Callback):
     # ---- report ------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return the findings of all windows as one line of text.
+        """Return all warnings so far as one line of text.
 
         >>> StragglerMonitor().describe()
         'not measured'
@@ -216,10 +220,10 @@ class StragglerMonitor(Callback):
 
 
 class _Comparison:
-    """Comparison of the ranks of one group.
+    """Detector of slow ranks and links within one process group.
 
     Args:
-        monitor: The callback, for its thresholds.
+        monitor: Callback that holds the thresholds.
         group: Ranks that are compared. None: all ranks.
         hosts: Hosts of all ranks of the world.
         device: Device of this rank.
@@ -245,7 +249,7 @@ class _Comparison:
         )
 
     def judge(self, windows: Sequence[RankWindow]) -> list[str]:
-        """Return a sentence for each new finding in a window of all ranks."""
+        """Return a sentence for each rank or link that is newly found slow in this window."""
         texts = []
         for slow_rank in self.slow_ranks.add(windows):
             texts.append(describe_slow_rank(slow_rank, self.hosts))
@@ -255,7 +259,7 @@ class _Comparison:
         return texts
 
     def take_recovered(self) -> list[str]:
-        """Return a sentence for each finding that no longer holds."""
+        """Return a sentence for each rank or link that is no longer slow, once."""
         texts = []
         for slow_rank in self.slow_ranks.take_recovered():
             texts.append(f"{name_rank(slow_rank, self.hosts)} is as fast as the others again")

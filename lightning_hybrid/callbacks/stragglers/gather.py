@@ -1,4 +1,4 @@
-"""Gather of each rank's figures of a window: one small collective per window."""
+"""Gather of each rank's step times to the first rank, with one small collective per window."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Hosts:
     """Hosts of the ranks that are compared.
 
     Attributes:
-        ranks: Ranks of the world.
-        nodes: Number of each rank's host.
-        node_names: Host name by number, with its ranks if other hosts have the same name.
-        node_of_address: Number of the host, by address, of the hosts other than this rank's.
+        ranks: Global ranks.
+        nodes: Index of each rank's host.
+        node_names: Host names by index, with the ranks if several hosts have the same name.
+        node_of_address: Index of the host of each IP address, without this rank's own host.
     """
 
     ranks: tuple[int, ...]
@@ -34,7 +34,7 @@ class Hosts:
 
     @classmethod
     def of_world(cls) -> Hosts:
-        """Gather the hosts of all ranks.
+        """Gather the host names and addresses of all ranks.
 
         Collective: every rank must call it, in the same order.
         """
@@ -68,23 +68,24 @@ class Hosts:
         )
 
     def of_ranks(self, ranks: Sequence[int]) -> Hosts:
-        """Return the hosts of some ranks of the world."""
+        """Return a copy that is restricted to these global ranks."""
         nodes = tuple(self.nodes[rank] for rank in ranks)
         return replace(self, ranks=tuple(ranks), nodes=nodes)
 
 
 class WindowGather(Protocol):
-    """Gather of figures to the first rank of a group."""
+    """Interface of the gather that sends each rank's step times to the first rank of a group."""
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
-        """Send this rank's window, and return the windows of all ranks that have arrived, oldest first.
+        """Send this rank's step times to the first rank, and return all results that have arrived there.
 
-        Ranks other than the first get none. Collective: every rank of the group must call it, in the same order.
+        Each item holds the step times of all ranks in one window of steps, the oldest window first. On other ranks the
+        list is empty. Collective: every rank of the group must call it, in the same order.
         """
 
 
 class HostGather:
-    """Gather through the host's memory, which ends before the call returns.
+    """Blocking gather of CPU tensors to the first rank of a group.
 
     Args:
         group: Ranks that are compared. None: all ranks.
@@ -96,7 +97,7 @@ class HostGather:
         self._first_rank = first_rank_of(group)
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
-        """Send this rank's window, and return that of all ranks on the first rank."""
+        """Send this rank's step times to the first rank, and return those of all ranks there."""
         sent = torch.tensor(window.to_figures(), dtype=torch.float32)
         received = None
         if self._is_first:
@@ -114,14 +115,14 @@ class HostGather:
 
 
 def first_rank_of(group: dist.ProcessGroup | None) -> int:
-    """Return the first rank of a group as a rank of the world."""
+    """Return the global rank of a group's first rank."""
     if group is None:
         return 0
     return dist.get_global_rank(group, 0)
 
 
 def windows_of(received: Sequence[torch.Tensor]) -> list[RankWindow]:
-    """Return the windows of all ranks from their figures on the host."""
+    """Convert the gathered tensors of all ranks to `RankWindow` objects."""
     windows = []
     for figures in received:
         windows.append(RankWindow.from_figures(figures.tolist()))

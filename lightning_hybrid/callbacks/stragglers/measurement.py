@@ -1,4 +1,7 @@
-"""Measurement of one rank: it listens to the marks of the strategy, and adds those of the loop."""
+"""Measurement of the phases of one rank's training steps.
+
+The strategy reports some phases to its trace. Hooks on Lightning's training loop add the others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from lightning_hybrid.run_status import RunStatus
 
 
 def reason_not_to_measure(trainer: pl.Trainer, module: nn.Module, status: RunStatus) -> str:
-    """Return why ranks cannot be compared in this run, or an empty string if they can."""
+    """Return the reason why ranks cannot be compared in this run, or an empty string if they can."""
     if status.comm_trace is None:
         return (
             "it reads the times of buckets from strategy='hybrid_allreduce', and this is another "
@@ -38,7 +41,7 @@ def reason_not_to_measure(trainer: pl.Trainer, module: nn.Module, status: RunSta
 
 
 class StepMeasurement:
-    """Phases of this rank's steps, from `attach` to `detach`.
+    """Timer for the phases of this rank's steps, which runs from `attach` to `detach`.
 
     Args:
         trainer: The trainer.
@@ -62,7 +65,7 @@ class StepMeasurement:
         self._links = links
         self._phases = StepPhases(_clock_of(device))
         self._steps: list[StepTimes] = []
-        self._num_steps = 0  # of the window, also those whose times are not readable yet
+        self._num_steps = 0  # of the window, including steps that the device has not finished
         self._forward_hook: RemovableHandle | None = None
         self._phase_before_fetch = Phase.CALLBACKS
         # Functions that replace methods of Lightning's loop, by name.
@@ -71,7 +74,7 @@ class StepMeasurement:
     # ---- begin and end -----------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Begin to listen."""
+        """Install the hooks that measure the phases."""
         self._trace.phases = self._phases
         self._forward_hook = self._module.register_forward_pre_hook(self._on_forward)
         self._replace("_on_before_fetch", self._before_fetch)
@@ -81,7 +84,7 @@ class StepMeasurement:
             self._replace("_broadcast_sigterm_tensor", self._before_batch)
 
     def detach(self) -> None:
-        """End what `attach` began."""
+        """Remove the hooks that `attach` installed."""
         if self._forward_hook is None:
             return
         self._forward_hook.remove()
@@ -93,7 +96,7 @@ class StepMeasurement:
         self._replaced.clear()
 
     def _replace(self, name: str, around: Callable[[Callable[[], None]], None]) -> None:
-        """Replace a method of the loop by `around`, which is called with the method."""
+        """Replace a method of the training loop with `around`, which receives the original method."""
         original = getattr(self._loop, name)
 
         def replaced() -> None:
@@ -105,7 +108,7 @@ class StepMeasurement:
     # ---- marks of the loop -------------------------------------------------------------------
 
     def _before_batch(self, broadcast: Callable[[], None]) -> None:
-        with self._trace.waiting():  # for rank zero, before every batch
+        with self._trace.waiting():  # all ranks wait for rank zero before every batch
             broadcast()
 
     def _before_fetch(self, start_profiler: Callable[[], None]) -> None:
@@ -115,7 +118,7 @@ class StepMeasurement:
 
     def _after_fetch(self, stop_profiler: Callable[[], None]) -> None:
         stop_profiler()
-        # Only a step that takes `dataloader_iter` asks the loader within its forward.
+        # Only a `training_step` with the argument `dataloader_iter` fetches a batch during forward.
         if self._phase_before_fetch is Phase.FORWARD:
             self._trace.enter(Phase.FORWARD)
 
@@ -127,7 +130,7 @@ class StepMeasurement:
     # ---- steps and windows -------------------------------------------------------------------
 
     def end_batch(self, *, is_step: bool) -> None:
-        """End a batch, and with `is_step` the step."""
+        """Mark the end of a batch, and with `is_step` also the end of the optimizer step."""
         self._trace.enter(Phase.CALLBACKS)
         if is_step:
             self._num_steps += 1
@@ -135,11 +138,14 @@ class StepMeasurement:
             self._steps += self._phases.take_steps()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context whose time counts as waiting for other ranks."""
+        """Return a context manager whose duration counts as waiting for other ranks."""
         return self._trace.waiting()
 
     def take_window(self) -> RankWindow:
-        """Return the medians of the steps since the last window, as far as the device has got."""
+        """Return the median times of the steps since the last call.
+
+        Steps that the device has not finished yet are part of a later window.
+        """
         link = self._links.take_slowest(self._num_steps)
         steps = self._steps
         self._steps = []

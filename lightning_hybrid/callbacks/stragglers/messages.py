@@ -1,4 +1,4 @@
-"""Output of the decisions: sentences for warnings and reports, and metrics for loggers."""
+"""Warning texts and logged metrics about slow ranks and slow links."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _VERBS = {
 
 
 def name_rank(slow_rank: SlowRank, hosts: Hosts) -> str:
-    """Return the rank of the world and its host."""
+    """Return the global rank and the host of a slow rank as text."""
     node = hosts.nodes[slow_rank.rank]
     return f"rank {hosts.ranks[slow_rank.rank]} on host {hosts.node_names[node]}"
 
 
 def describe_slow_rank(slow_rank: SlowRank, hosts: Hosts) -> str:
-    """Describe a slow rank, its phase and its cost."""
+    """Describe a slow rank in one sentence, with its slow phase and its cost per step."""
     phase_s = slow_rank.phase_s
     typical_s = slow_rank.typical_s
     if 0 < phase_s <= MAX_RATIO * typical_s:
@@ -45,7 +45,7 @@ def describe_slow_rank(slow_rank: SlowRank, hosts: Hosts) -> str:
 
 
 def name_link(slow_link: SlowLink, hosts: Hosts) -> str:
-    """Return the host or hosts at the ends of a slow link."""
+    """Return the name of a slow link as text, with the hosts at its ends if they are known."""
     names = hosts.node_names
     if slow_link.sender is None:
         return "a link between the nodes"
@@ -55,7 +55,7 @@ def name_link(slow_link: SlowLink, hosts: Hosts) -> str:
 
 
 def describe_slow_link(slow_link: SlowLink, hosts: Hosts) -> str:
-    """Describe a slow link and its cost."""
+    """Describe a slow link in one sentence, with its bandwidth and the waiting time it causes."""
     text = f"{name_link(slow_link, hosts)} is slow: "
     if slow_link.bytes_per_s > 0:
         text += (
@@ -71,12 +71,12 @@ def describe_slow_link(slow_link: SlowLink, hosts: Hosts) -> str:
 def straggler_metrics(
     windows: Sequence[RankWindow], hosts: Hosts, named: Sequence[SlowRank]
 ) -> dict[str, float]:
-    """Return the metrics of a window.
+    """Compute the logged metrics about slow ranks and links in a window of steps.
 
     Args:
-        windows: Figures of all ranks.
+        windows: Step times of all ranks.
         hosts: Hosts of the ranks.
-        named: The ranks that are named now.
+        named: Ranks that are currently reported as slow.
     """
     step_s = median([window.step_s for window in windows])
     held_s = [

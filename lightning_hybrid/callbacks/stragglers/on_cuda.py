@@ -1,4 +1,4 @@
-"""Clock and gather on CUDA, where the host never waits for the device."""
+"""Clock and gather for CUDA that never make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_hybrid.callbacks.stragglers.window import NUM_FIGURES, RankWindow
 
 
 class CudaClock:
-    """Clock of a device: events on its current stream.
+    """Clock that records CUDA events on the current stream of a device.
 
-    A phase ends when the device gets there, not when the host does. If the host is late, for
-    example because it waits for data, the device gets there late as well.
+    A phase ends when the device reaches the event, not when the host records it. If the host is
+    late, for example because it waits for data, the device reaches the event late as well.
 
     Args:
         device: Device of this rank.
@@ -27,14 +27,14 @@ class CudaClock:
         self._device = device
 
     def stamp(self) -> torch.cuda.Event:
-        """Record an event."""
+        """Record a CUDA event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
         event.record(stream)
         return event
 
     def is_readable(self, stamp: torch.cuda.Event) -> bool:
-        """Return whether the device has passed the event."""
+        """Return whether the device has reached the event."""
         return stamp.query()
 
     def seconds(
@@ -42,21 +42,23 @@ class CudaClock:
         begin: torch.cuda.Event,
         end: torch.cuda.Event,
     ) -> float:
-        """Return the time between two events that the device has passed."""
+        """Return the time in seconds between two events that the device has reached."""
         milliseconds = begin.elapsed_time(end)
         return milliseconds / 1e3
 
 
 @dataclass
 class _Arrival:
-    """Page-locked figures of all ranks, and the event behind their copy."""
+    """Step times of all ranks in page-locked memory, with the event recorded after their copy."""
 
     figures: Tensor
     event: torch.cuda.Event
 
 
 class CudaGather:
-    """Gather over the device's network, which is read in one of the next windows.
+    """Gather of CUDA tensors to the first rank of a group, without waiting for the result.
+
+    The host reads the result in a later window, when it has arrived.
 
     Args:
         group: Ranks that are compared. None: all ranks.
@@ -78,7 +80,7 @@ class CudaGather:
         self,
         window: RankWindow,
     ) -> list[list[RankWindow]]:
-        """Send this rank's window, and return earlier ones that have arrived on the first rank."""
+        """Send this rank's step times to the first rank, and return results that have arrived there."""
         # A copy from page-locked memory does not make the host wait.
         figures = torch.empty(NUM_FIGURES, pin_memory=True)
         figures.copy_(torch.tensor(window.to_figures()))

@@ -1,12 +1,12 @@
-"""Decision on slow links between nodes: a pure function of one window, and its repetition over windows.
+"""Detection of slow links between nodes, which must be slow in several consecutive windows of steps.
 
-A slow link makes all ranks wait inside the collectives, although they were ready at the same time. So no rank is late,
-and even the rank that waits least waits for long:
+A slow link makes all ranks wait inside the collectives, although they were ready at the same time. So no rank is slow,
+and even the rank that waits least waits for a long time:
 
     floor = min over ranks of wait_r >= min_share * step,  and no rank is suspected
 
-Which link it is, the rates say with which each node's connections send while they have something to send. In a ring a
-node behind a slow link sends less often, but as fast as before. Without such rates (`tcp_info` knows TCP on Linux
+The slow link is found by the rate at which each node's connections send while they have data to send. In a ring, a node
+behind a slow link sends less often, but at its usual rate. Without such rates (`tcp_info` reads them for TCP on Linux
 only) the floor is compared with that of earlier windows, and no link is named.
 """
 
@@ -39,14 +39,14 @@ Place = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLink:
-    """Link for which all ranks wait.
+    """Slow link between nodes that makes all ranks wait.
 
     Attributes:
-        sender: Node that sends through the slow link, or whose links are slow in general. None: unknown.
-        receiver: Node that receives through it. None: any other node.
-        bytes_per_s: Rate of the link. 0: unknown.
+        sender: Node that sends over the slow link, or a node with several slow links. None: unknown.
+        receiver: Node that receives over the slow link. None: any other node.
+        bytes_per_s: Rate of the link in bytes per second. 0: unknown.
         usual_bytes_per_s: Rate of other links, or of this link in earlier windows.
-        wait_share: Share of a step for which every rank waits.
+        wait_share: Fraction of a step for which every rank waits.
     """
 
     sender: int | None
@@ -57,12 +57,12 @@ class SlowLink:
 
     @property
     def place(self) -> Place:
-        """The nodes at the ends."""
+        """Sending and receiving node of the link."""
         return self.sender, self.receiver
 
     @property
     def nodes(self) -> set[int]:
-        """The nodes that are known, or -1 if none is."""
+        """Set of the link's known end nodes, or {-1} if neither is known."""
         known = {node for node in self.place if node is not None}
         if known:
             return known
@@ -70,15 +70,17 @@ class SlowLink:
 
 
 def floor_s(windows: Sequence[RankWindow]) -> float:
-    """Return the seconds of a step for which every rank waits."""
+    """Return the shortest waiting time of any rank, in seconds per step."""
     return min(window.phases_s[Phase.WAIT] for window in windows)
 
 
 def rates_of(windows: Sequence[RankWindow], nodes: Sequence[int]) -> dict[Link, float]:
-    """Return the rate of each measured link, in bytes per second: the ranks of a node share its links.
+    """Return the rate of each measured link between nodes, in bytes per second.
+
+    The rates of a node's ranks are added, because they share its links.
 
     Args:
-        windows: Figures of all ranks.
+        windows: Step times of all ranks.
         nodes: Node of each rank.
     """
     rates: dict[Link, float] = {}
@@ -90,7 +92,9 @@ def rates_of(windows: Sequence[RankWindow], nodes: Sequence[int]) -> dict[Link, 
 
 
 def typical_rate(rates: Sequence[float]) -> float:
-    """Return the upper quartile of the rates, as both links of a node may be slow.
+    """Return the upper quartile of the link rates.
+
+    It is not the median, because both links of a slow node may be slow.
 
     >>> typical_rate([4.0, 4.0, 9.0]), typical_rate([4.0, 4.0, 9.0, 9.1])
     (9.0, 9.0)
@@ -100,7 +104,10 @@ def typical_rate(rates: Sequence[float]) -> float:
 
 
 def location_of(links: Sequence[Link]) -> Place:
-    """Return sender and receiver of one link, or of both directions, or the node that all links have in common, if any.
+    """Return the link or the node that all slow links have in common.
+
+    The result is (sender, receiver) of the first link if there is one link or its two directions, (node, None) if all
+    links share one node, and otherwise (None, None).
 
     >>> location_of([(1, 2)]), location_of([(0, 1), (1, 2)]), location_of([(0, 1), (2, 3)])
     ((1, 2), (1, None), (None, None))
@@ -116,15 +123,15 @@ def location_of(links: Sequence[Link]) -> Place:
 
 
 class SlowLinks:
-    """Links for which all ranks wait in several consecutive windows.
+    """Detector of links that make all ranks wait in several consecutive windows of steps.
 
     Args:
         nodes: Node of each rank.
-        min_share: Share of a step for which all ranks must wait.
-        num_windows: Number of consecutive windows in which they must do so.
+        min_share: Fraction of a step for which all ranks must wait.
+        num_windows: Number of consecutive windows in which they must wait for so long.
 
     Attributes:
-        named: The link that is named now, or None.
+        named: Link that is currently reported as slow, or None.
     """
 
     def __init__(self, *, nodes: Sequence[int], min_share: float, num_windows: int) -> None:
@@ -137,15 +144,17 @@ class SlowLinks:
         # Rates of each link in windows in which it was not slow.
         self._usual_rates: dict[Link, deque[float]] = {}
         self._recent_floors_s: deque[float] = deque(maxlen=num_windows)
-        # Lowest floor that all windows of a streak have kept.
+        # Lowest value below which the floor stayed in all windows of a streak.
         self._usual_floor_s: float | None = None
 
     def add(self, windows: Sequence[RankWindow], *, has_suspect: bool) -> SlowLink | None:
-        """Judge a window of all ranks, and return the link to report, once until it recovers.
+        """Evaluate a window of steps, and return the link to report as slow, or None.
+
+        A link is returned once, until it recovers.
 
         Args:
-            windows: Figures of all ranks.
-            has_suspect: Whether a rank holds the others up.
+            windows: Step times of all ranks.
+            has_suspect: Whether a slow rank delays the other ranks in this window.
         """
         if len(set(self._nodes)) < 2:
             return None
@@ -160,7 +169,7 @@ class SlowLinks:
         if not complete:
             return None
         self.named = _combined(complete["link"])
-        # Both links of a node may be slow, in some windows one of them alone.
+        # Both links of a node may be slow, but only one of the two in some windows.
         nodes = self.named.nodes
         is_reported = not self._reported.isdisjoint(nodes)
         self._reported.update(nodes)
@@ -169,7 +178,7 @@ class SlowLinks:
         return self.named
 
     def take_recovered(self) -> SlowLink | None:
-        """Return and forget the named link, if it has not been slow for a streak of windows."""
+        """Return the reported link, once, when it has not been slow for `num_windows` windows."""
         if not self._streaks.take_ended():
             return None
         self._reported.clear()
@@ -204,7 +213,7 @@ class SlowLinks:
         )
 
     def _usual_rate_of(self, link: Link, rates: Mapping[Link, float]) -> float:
-        """Return the rate of this link in earlier windows, or of other links if it is higher."""
+        """Return the usual rate of a link, from earlier windows or from other links if these are faster."""
         usual = 0.0
         if link not in self._usual_rates:
             self._usual_rates[link] = deque(maxlen=NUM_USUAL_WINDOWS)
@@ -215,7 +224,7 @@ class SlowLinks:
         return usual
 
     def _judge_floor(self, wait_s: float, step_s: float) -> SlowLink | None:
-        """Compare the wait of all ranks with that of earlier windows."""
+        """Return an unknown slow link if the shortest wait of any rank is longer than in earlier windows."""
         usual_s = self._usual_floor_s
         self._recent_floors_s.append(wait_s)
         if len(self._recent_floors_s) == self._recent_floors_s.maxlen:
@@ -235,7 +244,7 @@ class SlowLinks:
 
 
 def _combined(streak: Sequence[SlowLink]) -> SlowLink:
-    """Return the medians of a streak."""
+    """Combine a streak of slow windows to the most frequent link, with median values."""
     sender, receiver = mode([slow_link.place for slow_link in streak])
     return SlowLink(
         sender=sender,

@@ -1,6 +1,6 @@
-"""Decision on slow ranks: a pure function of one window, and its repetition over windows.
+"""Detection of slow ranks, which must be slow in several consecutive windows of steps.
 
-No clock of one rank is compared with another's. Ranks wait for one another in each step, so the late rank waits least:
+Clocks of different ranks are never compared. Ranks wait for one another in each step, so the slow rank waits least:
 
     held_r   = median of the other ranks' waits - wait_r                   seconds that rank r costs a step
     excess_p = seconds of phase p on rank r - median of the other ranks    a phase that explains them
@@ -30,14 +30,14 @@ _COMPUTING = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """Rank that holds the others up.
+    """Slow rank that makes the other ranks wait, with its slow phase.
 
     Attributes:
-        rank: Rank among those that are compared.
-        phase: Phase that takes longest, compared with the other ranks.
-        phase_s: Seconds of this phase in a step.
-        typical_s: Median of the same on the other ranks.
-        cost_share: Share of a step for which the other ranks wait.
+        rank: Index among the ranks that are compared.
+        phase: Phase with the largest excess over the other ranks.
+        phase_s: Seconds of this phase per step.
+        typical_s: Median seconds of this phase per step on the other ranks.
+        cost_share: Fraction of a step for which the other ranks wait.
     """
 
     rank: int
@@ -48,28 +48,29 @@ class SlowRank:
 
 
 def held_up_s(windows: Sequence[RankWindow], rank: int, waiting: Sequence[Phase]) -> float:
-    """Return the seconds of a step for which the other ranks wait for this one.
+    """Return the seconds per step for which the other ranks wait for this rank.
 
     Args:
-        windows: Figures of all ranks.
-        rank: The rank.
+        windows: Step times of all ranks.
+        rank: Index of the rank.
         waiting: Phases that count as waiting.
     """
     waits_s = [sum(window.phases_s[phase] for phase in waiting) for window in windows]
     wait_s = waits_s.pop(rank)
-    # Of two medians the larger: half of the ranks may be slow, such as all ranks of one host.
+    # The larger of two middle values, because half of the ranks may be slow, such as all ranks of
+    # one host.
     return max(0.0, median_high(waits_s) - wait_s)
 
 
 def suspect_of(
     windows: Sequence[RankWindow], rank: int, *, min_share: float = 0.0
 ) -> SlowRank | None:
-    """Return how this rank holds the others up in a window, or None if it does not.
+    """Return the slow phase and the cost of a rank in a window of steps, or None if it is not slow.
 
     Args:
-        windows: Figures of all ranks, at least two.
-        rank: The rank.
-        min_share: Share of a step for which others wait, above which a rank counts.
+        windows: Step times of all ranks, at least two.
+        rank: Index of the rank.
+        min_share: Fraction of a step for which the other ranks must wait for a slow rank.
     """
     suspect = _suspect_in(windows, rank, _COMPUTING, (Phase.WAIT, Phase.CALLBACKS), min_share)
     if suspect is None:
@@ -110,14 +111,17 @@ def _suspect_in(
 
 
 def _error_s(windows: Sequence[RankWindow], rank: int) -> float:
-    """Return the seconds by which two waits may differ by chance."""
+    """Return the uncertainty in seconds of a rank's wait relative to the other ranks."""
     errors_s = [window.wait_error_s for window in windows]
     error_s = errors_s.pop(rank)
     return error_s + median(errors_s)
 
 
 def typical_s(windows: Sequence[RankWindow], rank: int, phase: Phase) -> float:
-    """Return the median of a phase on the other ranks. Of two medians it is the smaller one."""
+    """Return the median time of a phase on the other ranks, in seconds.
+
+    With an even number of other ranks it is the smaller of the two middle values.
+    """
     others_s = []
     for other_rank, window in enumerate(windows):
         if other_rank != rank:
@@ -126,15 +130,15 @@ def typical_s(windows: Sequence[RankWindow], rank: int, phase: Phase) -> float:
 
 
 class SlowRanks:
-    """Ranks that hold the others up in several consecutive windows.
+    """Detector of ranks that delay the other ranks in several consecutive windows of steps.
 
     Args:
-        min_share: Share of a step for which a rank must hold the others up.
-        num_windows: Number of consecutive windows in which it must do so.
+        min_share: Fraction of a step by which a slow rank must delay the other ranks.
+        num_windows: Number of consecutive windows in which the rank must be slow.
 
     Attributes:
-        named: The ranks that are named now, as last seen.
-        has_suspect: Whether a rank held the others up in the last window.
+        named: Ranks that are currently reported as slow, with their latest values.
+        has_suspect: Whether a rank was slow in the last window.
     """
 
     def __init__(self, *, min_share: float, num_windows: int) -> None:
@@ -146,7 +150,10 @@ class SlowRanks:
         self._reported: dict[int, set[Phase]] = {}
 
     def add(self, windows: Sequence[RankWindow]) -> list[SlowRank]:
-        """Judge a window of all ranks, and return the ranks and phases to report, each once until it recovers."""
+        """Evaluate a window of steps, and return the ranks to report as slow.
+
+        Each phase of a rank is returned once, until the rank recovers.
+        """
         suspects: dict[int, SlowRank] = {}
         for rank in range(len(windows)):
             suspect = suspect_of(windows, rank, min_share=self._min_share)
@@ -165,7 +172,7 @@ class SlowRanks:
         return new
 
     def take_recovered(self) -> list[SlowRank]:
-        """Return and forget the named ranks that have not held the others up for a streak of windows."""
+        """Return the reported ranks, once, when they have not been slow for `num_windows` windows."""
         recovered = []
         for rank in self._streaks.take_ended():
             self._reported.pop(rank, None)
@@ -176,7 +183,7 @@ class SlowRanks:
 
 
 def _combined(streak: Sequence[SlowRank]) -> SlowRank:
-    """Return the most frequent phase of a streak, with medians."""
+    """Combine a streak of slow windows to the most frequent phase, with median times."""
     phase = mode([suspect.phase for suspect in streak])
     of_phase = [suspect for suspect in streak if suspect.phase is phase]
     return SlowRank(

@@ -1,4 +1,4 @@
-"""Findings that are repeated in several consecutive windows."""
+"""Tracker of findings that repeat in several consecutive windows of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Finding = TypeVar("Finding")
 
 
 class Streaks(Generic[Key, Finding]):
-    """Findings of the last windows, by key.
+    """Tracker of the findings of the last windows of steps, by key.
 
     Args:
         length: Number of consecutive windows that make a streak.
@@ -25,7 +25,10 @@ class Streaks(Generic[Key, Finding]):
         self,
         findings: Mapping[Key, Finding],
     ) -> dict[Key, list[Finding]]:
-        """Add the findings of a window, and return those of all windows of each complete streak."""
+        """Add the findings of a window, and return the findings of each complete streak by key.
+
+        A streak is complete if its key had a finding in each of the last `length` windows.
+        """
         for key in findings:
             if key not in self._recent:
                 self._recent[key] = deque(maxlen=self._length)
@@ -42,7 +45,7 @@ class Streaks(Generic[Key, Finding]):
         return complete
 
     def take_ended(self) -> list[Key]:
-        """Return and forget the keys without a finding for the length of a streak."""
+        """Remove and return the keys that had no finding in the last `length` windows."""
         ended = []
         for key, recent in self._recent.items():
             has_finding = any(finding is not None for finding in recent)

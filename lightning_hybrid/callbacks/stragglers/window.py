@@ -1,4 +1,4 @@
-"""Figures of one rank in one window of steps, which the ranks exchange."""
+"""Median step times of one rank over a window of steps, which are gathered on the first rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NUM_FIGURES = 4 + len(Phase)
 
 @dataclass(frozen=True, kw_only=True)
 class RankWindow:
-    """Medians over the steps of a window.
+    """Median step and phase times of one rank over a window of steps.
 
     Attributes:
-        step_s: Seconds of a step.
-        phases_s: Seconds of each phase in a step.
-        wait_error_s: Uncertainty of the median of waits, see `error_of_median`.
+        step_s: Seconds per step.
+        phases_s: Seconds per step of each phase.
+        wait_error_s: Uncertainty of the median waiting time in seconds, see `error_of_median`.
         link: Rate of this rank's slowest link to another node.
     """
 
@@ -35,7 +35,7 @@ class RankWindow:
         steps: Sequence[StepTimes],
         link: LinkRate = UNKNOWN_LINK,
     ) -> RankWindow:
-        """Return the medians of these steps, or zeros if there are none."""
+        """Create a window from the times of its steps, with zeros if there are no steps."""
         phases_s = dict.fromkeys(Phase, 0.0)
         if not steps:
             return cls(step_s=0.0, phases_s=phases_s, link=link)
@@ -51,7 +51,7 @@ class RankWindow:
         )
 
     def to_figures(self) -> list[float]:
-        """Return the numbers to send."""
+        """Convert the window to a list of numbers that can be sent in a tensor."""
         figures = [self.step_s]
         for phase in Phase:
             figures.append(self.phases_s[phase])
@@ -62,7 +62,7 @@ class RankWindow:
 
     @classmethod
     def from_figures(cls, figures: Sequence[float]) -> RankWindow:
-        """Read the numbers that `to_figures` returned."""
+        """Create a window from the numbers that `to_figures` returned."""
         step_s, *phases_s, wait_error_s, bytes_per_s, node = figures
         link = LinkRate(bytes_per_s=bytes_per_s, node=int(node))
         return cls(
@@ -74,9 +74,11 @@ class RankWindow:
 
 
 def error_of_median(values: Sequence[float]) -> float:
-    """Return 1.57 times the distance of the quartiles, divided by the root of the number of values.
+    """Estimate the uncertainty of the median of some values.
 
-    Medians that differ by more than the sum of their errors differ at a level of 95 %.
+        error = 1.57 * interquartile range / sqrt(number of values)
+
+    Two medians that differ by more than the sum of their errors differ at a level of 95 %.
 
     Source: McGill, Tukey, Larsen 1978 (The American Statistician 32).
 

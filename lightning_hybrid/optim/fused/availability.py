@@ -1,4 +1,4 @@
-"""Device types that have fused steps, and a check that their kernels can be built."""
+"""Device types that support fused optimizer steps, and a check that their kernels can be built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRITON_CURE = (
 
 @functools.cache
 def has_kernels(device_type: str) -> bool:
-    """Return whether a device type has fused steps, and warn once if they cannot be built.
+    """Return whether a device type has fused optimizer steps, and warn once if they cannot be built.
 
     On the CPU the first call builds the passes, unless they are in the user's cache. On CUDA it compiles and launches
     a small kernel, which requires a C compiler, Python's headers, and a GPU that Triton supports.

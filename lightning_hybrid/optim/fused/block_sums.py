@@ -1,4 +1,4 @@
-"""Sums of squares per block for tensors that ranks share, combined over ranks and added in a fixed order."""
+"""Sums of squares per block of sharded tensors, all-reduced over ranks with a reproducible result."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from lightning_hybrid.placement import Part
 
 
 class BlockSums:
-    """Sums of squares per block of a tensor group, for this rank's parts and for the full tensors.
+    """Sums of squares per block of a tensor group, for this rank's shards and for the full tensors.
 
-        local_sums (2, local blocks)   sums of w * w and of g * g for each block of this rank's parts and full
+        local_sums (2, local blocks)   sums of w * w and of g * g for each block of this rank's shards and full
                                        tensors, written by the fused passes
         message() (2, blocks)          local sums at their positions among all blocks, with zeros for blocks of other
                                        ranks
-        store_total(message)           fills `whole_sums` from the message after it was added over ranks
+        store_total(message)           fills `whole_sums` from the message after its all-reduce
         whole_sums (2, blocks)         sums that a single rank with all tensors would have
 
     Each block has one owner, and x + 0 is x. So adding over ranks is exact in any order, and a norm computed from
     `whole_sums` is bitwise equal to that of a single rank with all tensors.
 
-    Slices have no order in the full tensor. Each rank describes its slice as a part that begins at 0 and has the length
-    of the slice, and the sums of all slices are added block by block.
+    Slices of tensor-parallel layers have no order in the full tensor. Each rank describes its slice as a shard that
+    begins at 0 and has the length of the slice, and the sums of all slices are added block by block.
 
-    Sums of tensors without a part are taken from `local_sums`, because they are equal on all ranks.
+    Sums of tensors that are not sharded are taken from `local_sums`, because they are equal on all ranks.
 
     Args:
-        params: Tensors. A tensor with a part is 1-D and holds the elements of that part.
-        parts: Part of each tensor. None: every rank holds the full tensor.
+        params: Tensors. A sharded tensor is 1-D and holds the elements of its shard.
+        parts: Shard of each tensor. None: every rank holds the full tensor.
         block: Number of elements of a block.
         local_sums: Sums per block of `params`.
 
@@ -50,7 +50,7 @@ class BlockSums:
         self.num_blocks: list[int] = []
         self.first_blocks: list[int] = [0]
         global_indices: list[int] = []  # index of each local block among all blocks
-        replicated: list[int] = []  # local blocks of tensors without a part
+        replicated: list[int] = []  # local blocks of tensors that are not sharded
         num_holders: list[int] = []  # number of ranks that add each local block
 
         for param, part in zip(params, parts, strict=True):
@@ -87,7 +87,7 @@ class BlockSums:
         return message.index_copy_(1, self._global_indices, self._local_sums / self._num_holders)
 
     def store_total(self, message: Tensor) -> None:
-        """Fill `whole_sums` from a message that was added over ranks."""
+        """Fill `whole_sums` from a message after its all-reduce."""
         self.whole_sums.copy_(message)
         # Every rank has added its sums of replicated tensors, which must count only once.
         replicated_sums = self._local_sums.index_select(1, self._replicated)
@@ -95,16 +95,17 @@ class BlockSums:
 
 
 def _count_blocks(numel: int, block: int) -> int:
-    """Return the number of blocks of `numel` elements. The last block may be shorter."""
+    """Return the number of blocks for `numel` elements, of which the last may be shorter."""
     return -(-numel // block)
 
 
 def add_up(
     block_sums: Sequence[BlockSums], found_inf: Tensor, add_up_: Callable[[Tensor], None]
 ) -> Tensor:
-    """Add the sums of several tensor groups and `found_inf` over ranks, in one call of `add_up_`.
+    """All-reduce the block sums of several tensor groups together with `found_inf`.
 
-    Collective: every rank that holds parts must call it, in the same order. Afterwards the sums are equal on all ranks.
+    There is one call of `add_up_`. Collective: every rank that holds shards must call it, in the same order. Afterwards
+    the sums are equal on all ranks.
 
     Args:
         block_sums: Sums of the tensor groups, in the same order on all ranks.

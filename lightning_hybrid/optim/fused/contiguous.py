@@ -1,4 +1,4 @@
-"""Addresses of tensors for the fused passes, with dense buffers for tensors that have gaps in memory."""
+"""Addresses of tensors for fused optimizer steps, with dense copies of tensors that have gaps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.placement import has_gaps
 
 
 class ContiguousViews:
-    """Contiguous views of the tensors of a tensor group, for the fused passes.
+    """Dense views or copies of the tensors of a tensor group, which fused steps access by address.
 
         load()       before the passes: reads the addresses of gradients, and fills the dense buffers
         unload()     after the passes: copies the dense buffers back to their tensors
@@ -49,7 +49,7 @@ class ContiguousViews:
             self._buffered.append((tensor, buffer))
 
     def have_moved(self) -> bool:
-        """Return whether a tensor has a new address, or a parameter has a new memory order, since construction."""
+        """Return whether the address of a tensor or the memory order of a parameter has changed."""
         if self._addresses != data_ptrs(*self._lists):
             return True
         return self._strides != strides(self._lists[0])
@@ -71,14 +71,14 @@ class ContiguousViews:
         """Copy the dense buffers to their tensors, increase the version counters, and release the gradients."""
         for tensor, buffer in self._buffered:
             tensor.copy_(buffer)
-        # torch does not notice writes by address. Without this, backward would silently use a changed weight.
+        # torch does not notice writes by address. Without new versions, backward would silently use a changed weight.
         for tensors in self._lists:
             torch.autograd.graph.increment_version(tensors)
         self.grads = []
 
 
 def data_ptrs(*lists: Sequence[Tensor]) -> list[int]:
-    """Return the addresses of the tensors of all lists."""
+    """Return the memory addresses of the tensors in all lists."""
     addresses: list[int] = []
     for tensors in lists:
         addresses.extend([tensor.data_ptr() for tensor in tensors])

@@ -14,10 +14,12 @@ from lightning_hybrid.optim.gradients import GradScaling
 
 
 class Engine(ABC):
-    """Interface for the norms and the update of one tensor group, implemented in `cpu.passes` and `cuda.lars`.
+    """Interface of the engines that compute the norms and the update of one tensor group.
+
+    It is implemented in `cpu.passes` and `cuda.lars`.
 
     Attributes:
-        block_sums: Sums that are added over ranks before an update. None: no tensor has a part.
+        block_sums: Sums that are all-reduced before an update. None: no tensor is sharded.
     """
 
     block_sums: BlockSums | None = None
@@ -25,11 +27,14 @@ class Engine(ABC):
     _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def add_shards_with(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Set the function that adds the sums of squares of shards, float64 (2, tensors), over ranks."""
+        """Set the function that all-reduces the sums of squares of DTensor shards.
+
+        Its argument is a float64 tensor of shape (2, tensors).
+        """
         self._add_over_ranks_ = add_up_
 
     def has_moved(self) -> bool:
-        """Return whether a tensor has another address than at the engine's construction."""
+        """Return whether the address or memory order of a tensor has changed since construction."""
         return self._views.have_moved()
 
     @abstractmethod
@@ -40,7 +45,7 @@ class Engine(ABC):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the norms, and check the gradients for inf and nan.
+        """Sum the squares for the norms, and check the gradients for inf and nan.
 
         Args:
             grads: Gradient of each tensor.

@@ -1,4 +1,4 @@
-"""Tables with the options of parameter groups on the tensors' device, for the fused steps."""
+"""Options of parameter groups as tensors on the device, for the fused optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class OptionTable:
-    """Table with the options of a tensor group, with one column per tensor. `OptionTables` fills it.
+    """Device tensor with the options of a tensor group, which has one column per tensor.
+
+    `OptionTables` fills it.
 
         table (len(names), tensors)    float64; options["weight_decay"] is a row, and "lr" is the first row
 
@@ -40,9 +42,10 @@ class OptionTable:
 
 
 class OptionTables:
-    """Option tables of all tensor groups of one device, in one block of memory, so that a change needs one copy.
+    """Option tables of all tensor groups on one device, which share one block of memory.
 
-    The addresses of tables do not change, because a captured graph reads the tables when it is replayed.
+    So a change of options needs only one copy. The addresses of tables do not change, because a captured graph reads
+    the tables when it is replayed.
 
     Args:
         tensor_groups: Table of each tensor group, with the parameter group of each of its tensors.
@@ -70,7 +73,7 @@ class OptionTables:
             slot.options.rows = slot.options.table.unbind()
 
     def refresh(self) -> None:
-        """Read the options of the parameter groups, and copy them to the device if they have changed.
+        """Copy the current options of the parameter groups to the device if they have changed.
 
         The host does not wait for the device.
         """
@@ -85,7 +88,7 @@ class OptionTables:
                 slot.options.lr = slot.gather_rates(self._device)
 
     def _write(self, columns: list[list[list[float]]]) -> None:
-        """Copy the columns of all tables to the device."""
+        """Copy the option values of all tables to the device."""
         if is_capturing():
             raise RuntimeError(
                 "`lr` or another option of `param_groups` must not change inside a CUDA graph capture, because replays "
@@ -101,7 +104,7 @@ class OptionTables:
 
 
 class _Slot:
-    """Position of one table in the memory of `OptionTables`, with the parameter groups that fill it.
+    """Position of one option table in the memory of `OptionTables`, with its parameter groups.
 
     Args:
         options: Table.
@@ -132,16 +135,19 @@ class _Slot:
         self.size = len(options) * len(group_indices)
 
     def read_columns(self) -> list[list[float]]:
-        """Return the column of each parameter group with its current options."""
+        """Return the current option values of each parameter group as a table column."""
         return [self.options.column_of(group) for group in self.groups]
 
     def view_in(self, memory: Tensor) -> Tensor:
-        """Return the table as a view of `memory`, of shape (options, tensors)."""
+        """Return this table as a view of `memory`, of shape (options, tensors)."""
         num_tensors = len(self.group_indices)
         return memory[self._begin : self._begin + self.size].view(len(self.options), num_tensors)
 
     def gather_rates(self, device: torch.device) -> Tensor:
-        """Return the learning rate of each tensor, if learning rates of some parameter groups are tensors."""
+        """Return the learning rates of all tensors as a device tensor.
+
+        It is needed if learning rates of some parameter groups are tensors.
+        """
         rates = torch.stack([_on_device(group["lr"], device) for group in self.groups])
         if self._indices_on_device is None:
             self._indices_on_device = torch.empty(
@@ -181,7 +187,7 @@ _LAMB_NAMES = (
 
 
 def lars_options() -> OptionTable:
-    """Create the option table of LARS."""
+    """Create an empty option table for LARS."""
     return OptionTable(_LARS_NAMES, _lars_column)
 
 
@@ -200,7 +206,7 @@ def _lars_column(group: dict[str, Any]) -> list[float]:
 
 
 def lamb_options() -> OptionTable:
-    """Create the option table of LAMB."""
+    """Create an empty option table for LAMB."""
     return OptionTable(_LAMB_NAMES, _lamb_column)
 
 
@@ -220,16 +226,16 @@ def _lamb_column(group: dict[str, Any]) -> list[float]:
 
 
 def _sign(group: dict[str, Any]) -> float:
-    """Return the sign of gradients, which is -1 to maximize the objective, else 1."""
+    """Return the factor of gradients, which is -1 if the group maximizes the objective, else 1."""
     if group["maximize"]:
         return -1.0
     return 1.0
 
 
 def number(value: Any) -> float:
-    """Convert an option to a number.
+    """Convert the value of an option to a float.
 
-    None is no bound and becomes inf. A tensor becomes 0, because it is read on the device.
+    None means no bound and becomes inf. A tensor becomes 0, because it is read on the device.
 
     >>> number(None), number(0.5), number(torch.tensor(0.5))
     (inf, 0.5, 0.0)

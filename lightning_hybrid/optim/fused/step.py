@@ -27,7 +27,7 @@ from lightning_hybrid.placement import Part
 
 @dataclass
 class TensorGroup:
-    """Tensors that one launch updates. They have the same device, dtypes and compiled flags.
+    """Tensors with the same device, dtypes and compiled options, which one launch updates.
 
     Attributes:
         options: Option table of the tensors.
@@ -36,7 +36,7 @@ class TensorGroup:
         indices: Index of each tensor among all parameters of the optimizer.
         params: Tensors.
         groups: Parameter group of each tensor.
-        parts: Part of each tensor, if ranks share tensors. Empty otherwise.
+        parts: Shard of each tensor, if ranks share the update. Empty otherwise.
         engine: `Engine` that runs the step.
     """
 
@@ -56,11 +56,11 @@ class TensorGroup:
 
 
 class FusedStep:
-    """Base of the fused steps of a `LayerwiseOptimizer`, which holds an engine for each tensor group.
+    """Base class of the fused steps of LARS and LAMB, with one engine for each tensor group.
 
     Attributes:
-        devices: Device types for which the rule has engines.
-        options: Function that makes the table of options of a tensor group.
+        devices: Device types for which the optimizer has engines.
+        options: Function that creates the option table of a tensor group.
     """
 
     devices: ClassVar[tuple[str, ...]] = FUSED_DEVICES
@@ -74,31 +74,42 @@ class FusedStep:
         self._tables: list[OptionTables] = []  # one per device
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return the options of a parameter group that are compiled into its kernels. The base class has none."""
+        """Return the options of a parameter group that are compiled into its kernels.
+
+        The base class has no such options.
+        """
         return ()
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Create the engine of a tensor group on its device, and any optimizer state that is missing."""
+        """Create the engine of a tensor group, and any optimizer state that is missing."""
         raise NotImplementedError
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Return whether the rule needs the norms of the group's gradients even without a check for inf and nan."""
+        """Return whether the update rule needs the norms of the group's gradients.
+
+        A check for inf and nan needs them in any case.
+        """
         raise NotImplementedError
 
     @classmethod
     def has_engines(cls, params: Iterable[Tensor]) -> bool:
-        """Return whether there are engines for the devices of all parameters, and warn once if one cannot be built."""
+        """Return whether there are engines for the devices of all parameters.
+
+        If an engine cannot be built, a warning is raised once.
+        """
         device_types = {param.device.type for param in params}
         return all(
             device_type in cls.devices and has_kernels(device_type) for device_type in device_types
         )
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Return the scaling for the update. Called when all norms are known."""
+        """Prepare the update when all norms are known, and return the gradient scaling for it."""
         return scaling
 
     def step(self, optimizer: Any, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
-        """Update the parameters. Gradients are not changed.
+        """Update all parameters by one fused step.
+
+        Gradients are not changed.
 
         Args:
             optimizer: Optimizer to step.
@@ -141,7 +152,7 @@ class FusedStep:
     def _compute_norms(
         self, grads: Sequence[Any], scaling: GradScaling, is_checked: bool
     ) -> list[Tensor]:
-        """Compute the norms of all tensor groups, and return a flag of each that is above 0 after an inf or nan."""
+        """Compute the norms of all tensor groups, and return one inf-or-nan flag for each group."""
         # The tensor groups of a device share one flag, so that the host need not read it.
         flag_of_device: dict[torch.device, Tensor] = {}
         if scaling.found_inf_out is not None:
@@ -165,9 +176,9 @@ class FusedStep:
         return flags
 
     def add_block_sums(self, optimizer: Any, found_inf: Tensor | None) -> Tensor | None:
-        """Add the sums of parts over the ranks that hold them.
+        """All-reduce the sums of squares of parameter shards.
 
-        Collective: every rank that holds parts must call it, in the same order.
+        Collective: every rank that holds shards must call it, in the same order.
 
         Returns:
             The maximum of `found_inf` over these ranks. None if `found_inf` is None.
@@ -197,7 +208,7 @@ class FusedStep:
         return not any(tensors.engine.has_moved() for tensors in self._tensor_groups)
 
     def _signature_of(self, optimizer: Any, grads: list[Any]) -> list[Any]:
-        """Return the values, except the tensors themselves, on which the tensor groups depend."""
+        """Return the settings that determine the tensor groups, apart from the tensors themselves."""
         signature: list[Any] = []
         if optimizer.parts:
             signature.extend((id(param), part) for param, part in optimizer.parts.items())
@@ -211,7 +222,7 @@ class FusedStep:
         return signature
 
     def _rebuild(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
-        """Build the tensor groups and their engines, and return False if a device has no engines."""
+        """Rebuild the tensor groups and their engines, and return False if a device has no engines."""
         if not self.has_engines(params):
             return False
         all_tensor_groups = self._tensor_groups_of(optimizer, grads)
@@ -234,7 +245,7 @@ class FusedStep:
         return True
 
     def _tensor_groups_of(self, optimizer: Any, grads: list[Any]) -> list[TensorGroup]:
-        """Return the tensor groups, without engines, of all parameters that have a gradient."""
+        """Sort all parameters that have a gradient into tensor groups without engines."""
         tensor_groups: dict[Any, TensorGroup] = {}
         params_and_groups = [
             (param, group) for group in optimizer.param_groups for param in group["params"]
@@ -260,7 +271,7 @@ class FusedStep:
 
 
 def _combine_flags(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of the flags, on the device of the first one."""
+    """Return the maximum of several flags, on the device of the first flag."""
     distinct = list({id(flag): flag for flag in flags}.values())
     if len(distinct) == 1:
         return distinct[0]
@@ -273,12 +284,15 @@ def _state_tensors(optimizer: Any) -> list[Any]:
 
 
 class FusedLars(FusedStep):
-    """Fused step of LARS. Its only state is the momentum buffer, if there is momentum."""
+    """Fused step of LARS on the CPU and CUDA.
+
+    Its only state is the momentum buffer, if there is momentum.
+    """
 
     options = staticmethod(lars_options)
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return whether there is momentum, and whether the denominator is joint."""
+        """Return whether the group has momentum, and whether its denominator is "joint"."""
         return group["momentum"] != 0, group["denominator"] == "joint"
 
     def is_needed(self, group: dict[str, Any]) -> bool:
@@ -304,7 +318,10 @@ class FusedLars(FusedStep):
 
 
 class FusedLamb(FusedStep):
-    """Fused step of LAMB on the CPU. Its state are both moments and the step counts."""
+    """Fused step of LAMB on the CPU.
+
+    Its state consists of both moments and the step counts.
+    """
 
     devices = ("cpu", "meta")
     options = staticmethod(lamb_options)
@@ -324,17 +341,17 @@ class FusedLamb(FusedStep):
         return NativeLamb(tensors.params, moments, steps, tensors.grad_dtype, parts=tensors.parts)
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Update both moments, and return the scaling with the factor of `max_grad_norm`."""
+        """Update both moments, and return the scaling with the clipping factor of `max_grad_norm`."""
         bounded_scaling = self._bound_gradients(scaling)
         for tensors in self._tensor_groups:
             tensors.engine.update_moments(tensors.options, bounded_scaling.to(torch.device("cpu")))
-        # |u| is known now. For parts it needs another sum over ranks.
+        # |u| is known now. If parameters are sharded, it needs another all-reduce.
         if optimizer.parts and self._tensor_groups:
             self.add_block_sums(optimizer, None)
         return bounded_scaling
 
     def _bound_gradients(self, scaling: GradScaling) -> GradScaling:
-        """Return the scaling, multiplied by the factor min(1, max_grad_norm / norm)."""
+        """Return the scaling multiplied by the gradient-clipping factor min(1, max_grad_norm / norm)."""
         if not self._tensor_groups:
             return scaling
         bound = self._tensor_groups[0].groups[0]["max_grad_norm"]

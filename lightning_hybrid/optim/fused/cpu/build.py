@@ -1,4 +1,4 @@
-"""Build of the C++ passes of the fused steps, and look-up of torch's thread pool."""
+"""Build of the C++ library of the fused steps, and look-up of torch's thread pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASSES = CppSource(
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the passes into this process. They are built first if they are not in the user's cache.
+    """Load the C++ library of the fused steps, and build it first if it is not in the user's cache.
 
     Raises:
         CannotBuildError: There is no compiler, or it fails.

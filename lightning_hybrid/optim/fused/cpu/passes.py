@@ -1,4 +1,4 @@
-"""Engines of the fused steps on the CPU, which call the C++ passes with tables of addresses."""
+"""Engines of the fused steps on the CPU, which pass the addresses of tensors to C++ functions."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class Table(ctypes.Structure):
 
 
 class NativeEngine(Engine):
-    """Base of the CPU engines, which holds a table of addresses of one tensor group for the C++ passes.
+    """Base class of the CPU engines, which hold the addresses of one tensor group for the C++ passes.
 
-    The table is created once. A step only writes the addresses of its gradients and calls the passes, which run without
-    Python's interpreter lock.
+    The table of addresses is created once. A step only writes the addresses of its gradients and calls the passes,
+    which run without Python's interpreter lock.
 
     Args:
         params: Parameters of one dtype.
         moments: Lists with the optimizer state of each parameter: the momentum, or both moments of LAMB, or no list.
         grad_dtype: Dtype of all gradients.
-        parts: Part of each parameter, or empty. If there are parts, `block_sums` has the sums of the full tensors.
+        parts: Shard of each parameter, or empty. With shards, `block_sums` has the sums of the full tensors.
     """
 
     num_numbers: ClassVar[int]  # number of coefficients per tensor, as in passes.cpp
@@ -100,14 +100,14 @@ class NativeEngine(Engine):
             setattr(self._table, name, array.data_ptr())
 
         self._measured: list[bool] = []
-        # Table whose blocks are added up. If there are parts, it is the table of the full tensors.
+        # Table whose blocks are added up. If parameters are sharded, it is the table of the full tensors.
         self._summed_table = self._table
         if any(parts):
             self.block_sums = BlockSums(params, parts, _BLOCK, sums_by_block)
             self._summed_table = self._table_of_whole_tensors(self.block_sums)
 
     def _table_of_whole_tensors(self, block_sums: BlockSums) -> Table:
-        """Create a table with the blocks of the full tensors, which only `add_up` uses."""
+        """Create a C++ table with the blocks of the full tensors, which only `add_up` uses."""
         num_blocks = torch.tensor(block_sums.num_blocks)
         tensor_of = torch.arange(len(num_blocks)).repeat_interleave(num_blocks)
         self._arrays["tensor_of_whole_tensors"] = tensor_of  # The table holds only its address.
@@ -121,7 +121,7 @@ class NativeEngine(Engine):
         )
 
     def _load(self, grads: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        """Write the addresses of the gradients and the flags of tensors to measure into the table."""
+        """Write the gradient addresses, and flags of tensors whose norms are needed, to the C++ table."""
         addresses = self._views.load(grads)
         self._arrays["grads"].copy_(torch.tensor(addresses))
         if self._measured != list(needed):
@@ -130,7 +130,10 @@ class NativeEngine(Engine):
         self._table.num_threads = torch.get_num_threads()
 
     def _add_up_blocks(self) -> None:
-        """Add the blocks of each tensor, and the shards of each tensor over ranks, and write the result to `sums`."""
+        """Sum the squares of each tensor over its blocks and over the ranks that hold its shards.
+
+        The result is written to `sums`.
+        """
         self._library.add_up(ctypes.byref(self._summed_table), self.sums.data_ptr())
         if self._add_over_ranks_ is not None:
             self._add_over_ranks_(self.sums)
@@ -166,7 +169,10 @@ class NativeLars(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the norms, and return 1.0 if a gradient is inf or nan, else 0.0 (see `Engine`)."""
+        """Sum squares of weights and gradients per block, and return 1.0 for inf or nan, else 0.0.
+
+        See `Engine`.
+        """
         decays = None
         if self._is_joint:
             # Gradients are still scaled. The decay is scaled instead, because |g / s + decay w| = |g + s decay w| / s.
@@ -231,7 +237,7 @@ class NativeLamb(NativeEngine):
         self._rates = torch.zeros(len(params), dtype=torch.float64)
 
     def has_moved(self) -> bool:
-        """Return whether a tensor or a step count has another address than at the engine's construction."""
+        """Return whether the address of a tensor or a step count has changed since construction."""
         if super().has_moved():
             return True
         return self._step_addresses != data_ptrs(self._steps)
@@ -243,7 +249,10 @@ class NativeLamb(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Sum the squares of gradients, and return 1.0 if a gradient is inf or nan, else 0.0 (see `Engine`)."""
+        """Sum squares of gradients per block, and return 1.0 if a gradient is inf or nan, else 0.0.
+
+        See `Engine`.
+        """
         found_inf = torch.zeros(())
         self._load(grads, needed)
         self._library.measure_grads(ctypes.byref(self._table), found_inf.data_ptr())
@@ -284,7 +293,7 @@ class NativeLamb(NativeEngine):
 
 
 def _arrays_of(views: ContiguousViews) -> dict[str, Tensor]:
-    """Create the arrays of a `Table` except the sums."""
+    """Create all arrays of a C++ `Table` except the sums."""
     params = views.dense[0]
     numels = torch.tensor([param.numel() for param in params])
     num_blocks = (numels + _BLOCK - 1) // _BLOCK
@@ -305,7 +314,7 @@ def _arrays_of(views: ContiguousViews) -> dict[str, Tensor]:
 
 
 def _as_read_by_passes(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
-    """Return the inverse scale as float64 and `found_inf` as float32, which the C++ passes expect."""
+    """Convert the inverse loss scale to float64 and `found_inf` to float32, as the C++ code expects."""
     inverse_scale = scaling.inverse_scale
     if inverse_scale is not None:
         inverse_scale = inverse_scale.double()

@@ -1,1 +1,4 @@
-"""Fused steps on CUDA, with Triton kernels. Importing its modules requires Triton."""
+"""Fused optimizer steps on CUDA, written as Triton kernels.
+
+Importing the modules of this package requires Triton.
+"""

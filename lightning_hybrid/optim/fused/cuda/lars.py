@@ -1,4 +1,4 @@
-"""Engine of the fused LARS step on CUDA, which launches the Triton kernels with tables of addresses."""
+"""Engine of the fused LARS step on CUDA, which passes the addresses of tensors to Triton kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 class KernelLars(Engine):
-    """Engine of the LARS step on CUDA, which holds tables of addresses of one tensor group for the kernels.
+    """Engine of the LARS step for one tensor group on CUDA, which launches Triton kernels.
 
         compute_norms()    launches `norms`
         write_update()     launches `finalize` and `lars_update`
@@ -48,7 +48,7 @@ class KernelLars(Engine):
         grad_dtype: Dtype of all gradients.
         is_joint: Whether the denominator is |g + weight_decay * w|.
         chunk: Number of elements per program, a power of two.
-        parts: Part of each parameter, or empty. If there are parts, `block_sums` has the sums of the full tensors.
+        parts: Shard of each parameter, or empty. With shards, `block_sums` has the sums of the full tensors.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KernelLars(Engine):
         self._has_momentum = bool(moments)
         self._views = ContiguousViews(params, *moments)
 
-        # Each chunk of each tensor has a program.
+        # One program processes one chunk of a tensor.
         self._num_chunks = [-(-param.numel() // chunk) for param in params]
         num_programs = sum(self._num_chunks)
         self._counts = (num_tensors, num_programs)
@@ -79,7 +79,8 @@ class KernelLars(Engine):
         self._grad_pointers = table_of([0] * num_tensors, torch.int64, device)
         self._grad_addresses: list[int] = []
 
-        # `finalize` adds the sums of local chunks. If there are parts, it adds the sums of all chunks of full tensors.
+        # `finalize` adds the sums of local chunks. If parameters are sharded, it adds the sums of all chunks of full
+        # tensors.
         self._sums = torch.zeros(2, num_programs, dtype=state_dtype, device=device)
         self._summed = self._sums
         first_chunks = list(itertools.accumulate(self._num_chunks, initial=0))
@@ -100,7 +101,10 @@ class KernelLars(Engine):
         self._common = _launch_options(params[0].dtype, grad_dtype, chunk)
 
     def add_shards_with(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Set the function that adds the sums of squares of shards, float64 (2, tensors), over ranks."""
+        """Set the function that all-reduces the sums of squares of DTensor shards.
+
+        Its argument is a float64 tensor of shape (2, tensors).
+        """
         super().add_shards_with(add_up_)
         num_tensors = len(self._num_chunks)
         self._lengths = table_of(self._num_chunks, torch.int64, self._device)
@@ -110,7 +114,7 @@ class KernelLars(Engine):
         self._summed_counts = (num_tensors, num_tensors)
 
     def _add_shards(self) -> None:
-        """Add the sums of each tensor's shards over ranks, if tensors are sharded."""
+        """All-reduce the sums of squares of each tensor's shards, if parameters are DTensors."""
         if self._add_over_ranks_ is None:
             return
         # `index_add_` is not used, because it adds in an arbitrary order on a GPU, and the sums must be bitwise equal
@@ -128,7 +132,10 @@ class KernelLars(Engine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute all norms, and set `found_inf_out` if a gradient is inf or nan (see `Engine`)."""
+        """Sum the squares for all norms, and set `found_inf_out` if a gradient is inf or nan.
+
+        See `Engine`.
+        """
         found_inf = scaling.found_inf_out
         if found_inf is None:
             found_inf = self._unread_flag
@@ -188,7 +195,7 @@ class KernelLars(Engine):
             self._views.unload()
 
     def _load(self, grads: Sequence[Tensor]) -> None:
-        """Copy the addresses of the gradients into the table on the device if they have changed."""
+        """Copy the addresses of the gradients to the device if they have changed."""
         addresses = self._views.load(grads)
         if addresses == self._grad_addresses:
             return
@@ -205,7 +212,7 @@ class KernelLars(Engine):
 def _launch_options(
     weight_dtype: torch.dtype, grad_dtype: torch.dtype, chunk: int
 ) -> dict[str, Any]:
-    """Return the compile-time arguments that `norms` and `lars_update` share."""
+    """Return the compile-time arguments that the kernels `norms` and `lars_update` have in common."""
     state_dtype = torch.promote_types(weight_dtype, torch.float32)
     return {
         "WEIGHT": _DTYPES[weight_dtype],
@@ -219,7 +226,10 @@ def _launch_options(
 def _chunk_tables(
     params: Sequence[Tensor], num_chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Create the tables `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk."""
+    """Create device tensors with the size of each tensor, and the tensor and index of each chunk.
+
+    They are `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk.
+    """
     device = params[0].device
     tensor_of: list[int] = []
     index_of: list[int] = []
@@ -231,7 +241,10 @@ def _chunk_tables(
 
 
 def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
-    """Create the tables of addresses of weights and of momentum buffers. Without momentum the addresses are 0."""
+    """Create device tensors with the addresses of the weights and of the momentum buffers.
+
+    Without momentum the addresses of the buffers are 0.
+    """
     weights = views.dense[0]
     addresses = [data_ptrs(tensors) for tensors in views.dense]
     if len(addresses) == 1:
@@ -241,7 +254,7 @@ def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
 
 
 def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Create a tensor with the numbers on the device, without waiting for the device."""
+    """Create a tensor on the device from numbers on the host, without waiting for the device."""
     on_host = torch.tensor(values, dtype=dtype)
     table = torch.empty(on_host.shape, dtype=dtype, device=device)
     to_device_(table, on_host)
@@ -249,7 +262,7 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 
 def try_out(device: torch.device | str = "cuda") -> None:
-    """Compile and launch one small kernel. If that fails, Triton's error is raised."""
+    """Compile and launch one small kernel, and raise Triton's error if that fails."""
     options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
     first_chunk = torch.zeros(2, dtype=torch.int32, device=device)

@@ -1,11 +1,11 @@
-"""Triton kernels of the fused LARS step on CUDA, each of which processes all tensors of a tensor group in one launch.
+"""Triton kernels of the fused LARS step, each of which processes a whole tensor group in one launch.
 
     norms       per chunk     sum of g * g (joint: of d * d), and of w * w          reads g, w
     finalize    per tensor    norms -> trust ratio -> coefficients                  reads the sums
     lars_update per chunk     the step                                              reads g, w, v, writes w, v
 
-A chunk is `CHUNK` consecutive elements in the memory of a tensor. The kernels get the addresses of tensors in a table
-of int64 on the device. `tensor_of` and `index_of` hold the tensor of each chunk and the index of the chunk in the
+A chunk is `CHUNK` consecutive elements in the memory of a tensor. The kernels get the addresses of tensors in an int64
+tensor on the device. `tensor_of` and `index_of` hold the tensor of each chunk and the index of the chunk in the
 tensor. The squares of a chunk are added in float32 in a tree, and the sums of chunks in float64. A program runs one of
 three branches, which depends on the memory of its chunk:
 
@@ -44,7 +44,10 @@ _SUMS_PER_STEP = tl.constexpr(1024)
 
 @triton.jit
 def _pointers(address, offsets, DTYPE, IS_ALIGNED):
-    """Return the pointers of elements. `IS_ALIGNED` guarantees a multiple of 16 bytes, for loads of 128 bits."""
+    """Return pointers to elements, which allow loads of 128 bits if `IS_ALIGNED`.
+
+    The caller guarantees with `IS_ALIGNED` that the address is a multiple of 16 bytes.
+    """
     # The compiler applies the guarantee to all uses of a pointer, so every branch creates its own pointer.
     base = address.to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
@@ -54,9 +57,10 @@ def _pointers(address, offsets, DTYPE, IS_ALIGNED):
 
 @triton.jit
 def _case_of(is_whole, addresses, grad_address):
-    """Return the branch of a chunk, in the order of the module's docstring: 0, 1 or 2.
+    """Return the index of the memory-access branch of a chunk, which is 0, 1 or 2.
 
-    `addresses` is the bitwise or of all addresses except that of the gradient.
+    The module's docstring lists the branches in this order. `addresses` is the bitwise or of all addresses except that
+    of the gradient.
     """
     is_wide = is_whole & ((addresses & 15) == 0)
     is_grad_narrow = ((grad_address & 15) != 0).to(tl.int32)
@@ -65,7 +69,7 @@ def _case_of(is_whole, addresses, grad_address):
 
 @triton.jit
 def _squares(grad, weight, offsets, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, CASE):
-    """Store the sum of w * w, and return the sum of g * g, or of (g + decay * w) ** 2."""
+    """Store the sum of w * w of a chunk, and return the sum of g * g or of (g + decay * w) ** 2."""
     is_inside = (offsets < numel) | (CASE < 2)
     grad_pointers = _pointers(grad, offsets, GRAD, CASE == 0)
     weight_pointers = _pointers(weight, offsets, WEIGHT, CASE < 2)
@@ -96,10 +100,10 @@ def norms(
     CHUNK: tl.constexpr,
     IS_JOINT: tl.constexpr,
 ):
-    """Write the sums of squares of each chunk into `sums` (2, chunks), one program per chunk.
+    """Write the sums of squares of each chunk to `sums`, with one program per chunk.
 
-    The first row is for weights w. The second row is for scaled gradients g, or with `IS_JOINT` for scaled directions
-    g + decay * w. `found_inf` becomes 1 if a sum in the second row is inf or nan.
+    `sums` has the shape (2, chunks). The first row is for weights w. The second row is for scaled gradients g, or with
+    `IS_JOINT` for scaled directions g + decay * w. `found_inf` becomes 1 if a sum in the second row is inf or nan.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(tensor_of + chunk)
@@ -142,7 +146,7 @@ def norms(
 
 @triton.jit
 def _sum_of(sums, begin, end):
-    """Add the sums of the chunks from `begin` up to `end` in float64, so that rounding errors do not accumulate."""
+    """Add the sums of the chunks from `begin` up to `end` in float64, to avoid rounding errors."""
     offsets = tl.arange(0, _SUMS_PER_STEP)
     total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
     for first in range(begin, end, _SUMS_PER_STEP):
@@ -164,7 +168,10 @@ def finalize(
     num_chunks,
     IS_JOINT: tl.constexpr,
 ):
-    """Write the coefficients of the update into `numbers` (tensors, 6), float64, with one program per tensor."""
+    """Compute the update coefficients of each tensor from its norms, with one program per tensor.
+
+    They are written to `numbers`, a float64 tensor of shape (tensors, 6).
+    """
     tensor = tl.program_id(0)
     begin = tl.load(first_chunk + tensor)
     end = tl.load(first_chunk + tensor + 1)
@@ -211,7 +218,7 @@ def finalize(
 
 @triton.jit
 def _move(grad, weight, buffer, offsets, numel, line, WEIGHT, GRAD, STATE, HAS_MOMENTUM, CASE):
-    """Store the new weights and the new momentum of a chunk."""
+    """Update the weights and the momentum of one chunk."""
     is_inside = (offsets < numel) | (CASE < 2)
     scale = tl.load(line).to(STATE)
     decay = tl.load(line + 1).to(STATE)
@@ -247,7 +254,9 @@ def lars_update(
     CHUNK: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
 ):
-    """Update all chunks, unless `found_inf` is above 0, with one program per chunk.
+    """Update the weights and the momentum of all chunks, with one program per chunk.
+
+    Nothing is written if `found_inf` is above 0.
 
         d = scale * g + decay * w
         v <- momentum * v + inside * d
