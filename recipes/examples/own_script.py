@@ -1,4 +1,4 @@
-"""Typical Lightning script on two CPU processes, in which three lines belong to this package.
+"""Example of a typical Lightning script on two CPU processes, with three lines that use this package.
 
 On Ctrl-C or SIGTERM it stops after the current step with a checkpoint. The same command continues from there.
 """

@@ -1,6 +1,6 @@
-"""Gradient compression to 8 bits for a slow link between nodes, with error feedback.
+"""Example of 8-bit gradient compression with error feedback for a slow link between nodes.
 
-Each process represents a node here (`ranks_per_node=1`). Leave that argument out on machines with several GPUs.
+Each process represents a node in this example (`ranks_per_node=1`). On machines with several GPUs, omit this argument.
 """
 
 import lightning.pytorch as pl
