@@ -126,7 +126,7 @@ class TextPacking:
             )
 
     def run(self) -> list[str]:
-        """Pack the text unless `out` already contains the result, and return lines of a summary.
+        """Pack the text unless `out` already contains the result, and return a summary as a list of lines.
 
         Raises:
             ValueError: `out` holds another packing, or there is too little text.

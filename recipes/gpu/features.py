@@ -75,7 +75,7 @@ class Sharded(Plain):
         fully_shard(self.net, mesh=mesh, offload_policy=policy)
 
     def on_train_end(self) -> None:
-        """Gather the full weights before the strategy moves the shards to the CPU."""
+        """Gather the full weights while they are still on a device that the process group supports."""
         self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[attr-defined]
 
 

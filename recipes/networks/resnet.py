@@ -20,7 +20,7 @@ STAGE_CHANNELS = (64, 128, 256, 512)
 
 
 class BasicBlock(nn.Module):
-    """Residual block of ResNet-18 and ResNet-34: two 3x3 convolutions and a shortcut.
+    """Residual block of ResNet-18 and ResNet-34, with two 3x3 convolutions and a shortcut.
 
         y = relu(bn2(conv2(relu(bn1(conv1(x))))) + shortcut(x))
 
@@ -54,7 +54,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of ResNet-50 and deeper: 1x1, 3x3 and 1x1 convolutions and a shortcut.
+    """Residual block of ResNet-50 and deeper networks, with 1x1, 3x3 and 1x1 convolutions and a shortcut.
 
         y = relu(bn3(conv3(relu(bn2(conv2(relu(bn1(conv1(x)))))))) + shortcut(x))
 
