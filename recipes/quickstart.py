@@ -61,7 +61,7 @@ def train(folder, kill_at_step=None):
         "logger": False,
         "enable_model_summary": False,
     }
-    # "_fork" because this script fits three times. Otherwise use "hybrid_allreduce".
+    # "_fork" because this script calls `fit` three times. Otherwise use "hybrid_allreduce".
     trainer = pl.Trainer(
         strategy="hybrid_allreduce_fork",
         precision="16-true",

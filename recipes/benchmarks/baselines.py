@@ -14,7 +14,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """DDP strategy that uses torch's `fp16_compress_hook` on the CPU too. Lightning's uses it only on CUDA."""
+    """DDP strategy with torch's `fp16_compress_hook`, also on the CPU, where Lightning ignores hooks."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)

@@ -59,7 +59,7 @@ class Timing:
         return statistics.median(self.times_s)
 
     def bound_s(self, link_bytes_per_s: float | None) -> float | None:
-        """Return a lower bound in seconds from the bandwidth of the link of each node.
+        """Return a lower bound of the all-reduce time in seconds, from the link bandwidth of the nodes.
 
         Each of N nodes must send `2 (N - 1) / N` of the bytes: no all-reduce among the nodes' own processors sends less
         from its busiest node (Patarasuk & Yuan 2009). Headers are not included, so real times are longer than the
@@ -105,7 +105,7 @@ PARTS_HEADER = (*HEADER, "predicted ms", "x predicted", "CPU s")
 
 
 def header(rows: Sequence[Timing]) -> tuple[str, ...]:
-    """Return the column names of the table, which has more columns if a row belongs to `parts`."""
+    """Return the column names of the result table, which depend on the benchmarks that the rows belong to."""
     if any(row.section == "parts" for row in rows):
         return PARTS_HEADER
     return HEADER
@@ -186,11 +186,11 @@ def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
     return "\n".join(text)
 
 
-# ---- picture ---------------------------------------------------------------------------------------------------------
+# ---- figure ----------------------------------------------------------------------------------------------------------
 
 
 def panels_of(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[Panel]:
-    """Return a figure panel for each section and case.
+    """Return one figure panel for each benchmark and case.
 
     All-reduce times are plotted against size, and step times are bars by strategy.
     """

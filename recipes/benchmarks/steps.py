@@ -108,15 +108,15 @@ class StepClock(Callback):
 class StepBench:
     """Benchmark of complete training steps, each timed from the end of the previous step to its own end.
 
-    Each round is one `Trainer.fit` of every variant. The first steps of a fit are not counted, because DDP rebuilds the
+    Each round is one `Trainer.fit` of every variant. The first steps of a run are not counted, because DDP rebuilds the
     buckets after the first step.
 
     Args:
         trainer: Function that creates a `Trainer` for this world from the other arguments.
         gradients: Names of `recipes.benchmarks.gradient_sets`.
         arms: Names of variants, see `StrategyArm`.
-        num_rounds, num_steps: Number of fits per variant, and number of counted steps per fit.
-        num_warmup_steps: Number of steps per fit that are not counted, at least 2.
+        num_rounds, num_steps: Number of training runs per variant, and number of counted steps per run.
+        num_warmup_steps: Number of initial steps per run that are not counted, at least 2.
         bucket_bytes: Bucket size of the hybrid variants. None: the library's default.
         optimizer: `sgd`, the cheapest one, or `lars`, fused.
         overlap: Hybrid variant that is also run with a backward as long as its communication, or None.

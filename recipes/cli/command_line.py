@@ -127,7 +127,7 @@ def read(name: str) -> None:
 
 
 def is_question(words: Sequence[str]) -> bool:
-    """Return whether a command line only asks for help, for the configuration or for the choices of a key."""
+    """Return whether a command line asks for help, for the configuration or for the choices of a key."""
     options = (
         "--help",
         "-h",
@@ -184,9 +184,9 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
 
 
 def answer(name: str, key: str, words: Sequence[str]) -> str:
-    """Return the text that answers `key=?`.
+    """Return the answer to `key=?` on the command line, which is the choices of a group or the value of a key.
 
-    For a config group, the text lists the choices, one per line. For any other key, it shows the current value.
+    The choices of a config group are listed one per line.
 
     Raises:
         UsageError: The key does not exist.

@@ -268,7 +268,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Placeholder for an object that Hydra would build from a `_target_`, used in place of the object in checks."""
+    """Placeholder, used during validation, for an object that Hydra would build from a `_target_`."""
 
     target: str
     made: type

@@ -30,11 +30,11 @@ class BeforeRun(Callback):
         self._look(config, "sweep")
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Restore standard output and standard error."""
+        """Restore the original standard output and standard error after a single job."""
         stdio.restore_streams()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Restore standard output and standard error."""
+        """Restore the original standard output and standard error after a sweep."""
         stdio.restore_streams()
 
     def _look(self, config: DictConfig, mode: str) -> None:

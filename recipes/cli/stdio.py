@@ -1,4 +1,4 @@
-"""Standard streams that do not end the run when they are closed, such as by `| head -1`, or the disk is full."""
+"""Standard output and error streams that survive a closed pipe, as in `| head -1`, or a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of a study, the hyperparameters with which they are tuned, and the overrides of each run."""
+"""Variants of a study, the hyper-parameters with which they are tuned, and the overrides of each run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Settings of the tuning runs, which select hyperparameters by the accuracy on held-out training images.
+    """Settings of the tuning runs, which select hyper-parameters by the accuracy on held-out training images.
 
     Attributes:
         num_trials: Number of points of a scrambled Sobol sequence. Its points in the unit cube are the same for every
@@ -199,7 +199,7 @@ class StudyPlan:
         return self.micro_batch * max(1, num_micro_batches)
 
     def points(self, cell: Cell) -> list[Point]:
-        """Return the hyperparameter values to try for a variant, rounded to four significant digits."""
+        """Return the hyper-parameter values to try for a variant, rounded to four significant digits."""
         axes = self.arms[cell.arm].axes
         unit_points = (
             SobolEngine(max(1, len(axes)), scramble=True, seed=0)
@@ -248,7 +248,7 @@ def _check_arm(key: str, arm: Arm) -> None:
 
 
 def point_overrides(point: Point) -> tuple[str, ...]:
-    """Return the command-line overrides that set tuned hyperparameters.
+    """Return the command-line overrides that set tuned hyper-parameters.
 
     >>> point_overrides({"lr": 10.0, "weight_decay": 5e-4})
     ('optim.lr=10.0', 'optim.weight_decay=0.0005')

@@ -101,7 +101,7 @@ class StudyJournal:
         self.storage = JournalStorage(JournalFileBackend(str(path)))
 
     def tune(self, cell: Cell) -> Point:
-        """Execute the missing tuning runs of a variant, and return the hyperparameters with the best accuracy."""
+        """Execute the missing tuning runs of a variant, and return the hyper-parameters with the best accuracy."""
         overrides = self.plan.tuning_overrides(cell)
         study = self._study(
             cell,

@@ -1,4 +1,7 @@
-"""Names and checksums of the four Fashion-MNIST files, and functions that check and read them without torch."""
+"""Names and checksums of the four Fashion-MNIST files, with functions to check and read them.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class TextLoader(ResumableLoader):
 
 
 class TextEvalLoader:
-    """Evaluation loader of one rank, whose masks are the same in every run.
+    """Evaluation loader of one rank for masked sequences, with the same masks in every run.
 
     `shares` are the sequence indices of each batch of this rank.
     """

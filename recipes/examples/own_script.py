@@ -52,7 +52,7 @@ if __name__ == "__main__":
     folder = "own_script"
     trainer = pl.Trainer(
         strategy="hybrid_allreduce",  # 2: was "ddp"
-        precision="16-true",  # 3: fp16 on fp32 masters; was "32-true"
+        precision="16-true",  # 3: fp16 with fp32 master weights; was "32-true"
         accelerator="cpu",
         devices=2,
         max_epochs=6,

@@ -37,7 +37,7 @@ NUM_STAGES = 2
 LOST_AT = 6
 LOST_RANK = 1
 NAMED_WITHIN_S = 60.0  # after it ended; a stopped rank must be named within 30 s after the timeout
-# Stopping a rank, as a debugger does, causes no error in NCCL, but the others must still name it.
+# Stopping a rank, as a debugger does, causes no error in NCCL, but the other ranks must still name the stopped one.
 LOSSES: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -137,7 +137,7 @@ FEATURES: dict[str, Feature] = {
     "int8_feedback": _CODEC(options={"between_nodes": Mean(dtype="int8", error_feedback=True)}),
     "int4": _CODEC(options={"between_nodes": Mean(dtype="int4")}),
     "int4_feedback": _CODEC(options={"between_nodes": Mean(dtype="int4", error_feedback=True)}),
-    # 3.6 times 2.8e-2, the distance for other kernels: the same fit on a CPU without oneDNN.
+    # 3.6 times 2.8e-2, the distance for other kernels: the same training on a CPU without oneDNN.
     "adasum": Feature(
         promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1
     ),
@@ -285,7 +285,7 @@ def _loop(
     fabric.strategy.teardown()
 
 
-# ---- a rank is lost --------------------------------------------------------------------------------------------------
+# ---- rank failures ---------------------------------------------------------------------------------------------------
 
 
 def loss_limit_s(how: str) -> float:

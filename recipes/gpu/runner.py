@@ -253,7 +253,7 @@ def _end_with(parent: Any) -> None:
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-# ---- what was asked for ----------------------------------------------------------------------------------------------
+# ---- command line ----------------------------------------------------------------------------------------------------
 
 
 def keys_from(arguments: Sequence[str]) -> dict[str, str]:
@@ -292,7 +292,7 @@ def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Che
     return [checks_by_name[name] for name in names] or list(checks)
 
 
-# ---- what comes of it ------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: Details) -> None:

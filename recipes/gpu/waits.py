@@ -120,7 +120,7 @@ def _synchronize(request: CheckRequest) -> None:
         torch.cuda.synchronize()
 
 
-# ---- who waits -------------------------------------------------------------------------------------------------------
+# ---- host synchronisation --------------------------------------------------------------------------------------------
 
 
 class _Watches(pl.Callback):

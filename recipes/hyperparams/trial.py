@@ -187,7 +187,7 @@ class TrainTrial:
         if watch.status != "done":
             return Outcome(status=watch.status, reason=watch.reason, metrics=metrics)
 
-        # The last validation during the fit used the final weights only if it ran at the very end.
+        # The last validation during training used the final weights only if it ran at the very end.
         validated: Mapping[str, Any] = trainer.callback_metrics
         if watch.last_report is None or watch.last_report.percent < 100:
             validated = trainer.validate(module, data, verbose=False)[0]

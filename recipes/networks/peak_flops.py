@@ -10,7 +10,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """Peak FLOP/s of dense matrix products on one device, by dtype. None if unknown.
+    """Peak FLOP/s of dense matrix products on one type of device, by dtype.
+
+    A rate is None if it is unknown.
 
     Attributes:
         device_name: Regular expression for the complete `torch.cuda.get_device_name()`.

@@ -47,7 +47,7 @@ class BasicBlock(nn.Module):
         return self.bn2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `"batch in_channels height width"` to `"batch channels height/stride width/stride"`."""
+        """Return the output of the block, `"batch channels height/stride width/stride"`."""
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.bn2(self.conv2(branch))
         return self.relu(branch + (x if self.downsample is None else self.downsample(x)))
@@ -86,7 +86,7 @@ class Bottleneck(nn.Module):
         return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `"batch in_channels height width"` to `"batch 4*channels height/stride width/stride"`."""
+        """Return the output of the block, `"batch 4*channels height/stride width/stride"`."""
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.relu(self.bn2(self.conv2(branch)))
         branch = self.bn3(self.conv3(branch))

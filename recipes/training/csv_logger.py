@@ -195,7 +195,7 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:
-    """Continue a logger after the rows that were logged before the checkpoint.
+    """Continue a logger of a resumed run after the rows that were logged before the checkpoint.
 
     `row` contains the metrics of the checkpoint's step if they were not logged yet. They are logged now.
     """

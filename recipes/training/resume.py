@@ -26,7 +26,7 @@ NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
 """Saved keys that do not influence results, except by the order of additions."""
 
 
-# ---- which -----------------------------------------------------------------------------------------------------------
+# ---- selection of the checkpoint -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,11 @@ def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
     return CheckpointCandidate(path=path, global_step=int(content["global_step"]))
 
 
-# ---- of the same configuration ---------------------------------------------------------------------------------------
+# ---- comparison of the configuration ---------------------------------------------------------------------------------
 
 
 class Configuration(Callback):
-    """Callback that saves the configuration in checkpoints, so that a resumed run can compare it.
+    """Callback that saves the configuration in checkpoints, so that a resumed run can verify its own.
 
     Args:
         kept: Sections of the configuration to save, as plain data.
@@ -132,7 +132,7 @@ class Configuration(Callback):
 
 
 def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
-    """Return the sections of the configuration that checkpoints store, or None if this is disabled."""
+    """Return the part of the configuration that is saved in checkpoints, or None if saving is disabled."""
     node = (cfg.callbacks or {}).get("configuration")
     if node is None:
         return None
@@ -193,7 +193,7 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-# ---- the same on every rank ------------------------------------------------------------------------------------------
+# ---- comparison between ranks ----------------------------------------------------------------------------------------
 
 
 class SameCheckpoint(Callback):

@@ -142,7 +142,7 @@ class SimCLR(Classifier):
 
 
 def of_all_ranks(rows: Tensor) -> Tensor:
-    """Gather a tensor from all ranks, and concatenate along the first dimension.
+    """Gather the tensors of all ranks, and concatenate them along the first dimension.
 
     The tensors of all ranks must have the same shape.
 

@@ -67,7 +67,7 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state from a checkpoint, but keep the W&B run id if this run already has one.
+        """Restore the state of the loggers from a checkpoint, but keep the W&B run id if this run already has one.
 
         A run with another logger keeps the id of the checkpoint, so that its own checkpoints contain the id too.
         """

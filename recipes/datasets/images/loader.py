@@ -17,7 +17,7 @@ from recipes.datasets.images.source import RowSource
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeThreads:
-    """Settings of the threads that decode images for a loader, without influence on the batches.
+    """Settings of the threads that decode images for a loader. They do not change the batches.
 
     Args:
         num_threads: Number of threads that fill batches, in addition to the consumer's thread.

@@ -1,4 +1,4 @@
-"""Data loaders for images in memory that use each image exactly once over all ranks and can resume mid-epoch."""
+"""Data loaders for image datasets that fit in memory, for one rank each and resumable after any batch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class StartFrom(Callback):
         path: Checkpoint of `recipes/train.py`.
 
     Raises:
-        ValueError: The file does not exist, or none of its tensors fits the network.
+        ValueError: The file does not exist, or none of its tensors has the name and shape of a tensor of the network.
     """
 
     def __init__(self, path: str) -> None:
