@@ -11,13 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# Before torch is imported: ranks, trials and workers share the cores, with one thread each. A value that is set is
-# kept.
+# Must run before torch is imported: ranks, trials and workers share the cores, with one thread each. A value that the
+# user has set is not changed.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
 if _program.stem == "simulate":
-    gc.disable()  # garbage collection would take a tenth of its time, which is mostly imports
+    gc.disable()  # garbage collection would take a tenth of the time of `simulate`, which is mostly imports
 if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
     from recipes.cli import usage
 

@@ -1,4 +1,4 @@
-"""Benchmark of all-reduces, their parts and training steps.
+"""Benchmarks of single all-reduces, of reducing all gradients of a network, and of training steps.
 
 Run `python recipes/bench.py devices=4`, or use torchrun.
 """
@@ -45,7 +45,7 @@ SECTIONS = ("allreduce", "parts", "steps")
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
-    """Run the benchmarks on all ranks. Rank zero prints each case when it is done, and writes the report."""
+    """Run the benchmarks on all ranks. Rank zero prints each result when it is available and writes the report."""
     with launch.job(cfg) as launched:
         for name in (
             "lightning.pytorch",

@@ -1,4 +1,4 @@
-"""Checks of a machine's GPUs: fits, features on several ranks, lost ranks, streams, kernels and speed.
+"""Checks of this library on the GPUs of a machine: training, several ranks, failures, streams and speed.
 
   out=gpu_check       folder for report.json, report.html and gpu_report.zip, written after each check
   minutes=50          time for all checks; checks that do not fit in are skipped
@@ -11,9 +11,9 @@ Examples
   python recipes/gpu_check.py
   python recipes/gpu_check.py --device cpu minutes=2 only=fits_16-true_lars,one_rank
 
-Prints PASS, FAIL or SKIP for each check, or FAST or SLOW for speed, then tables and the promises of README that hold.
-The exit code is the number of failures. Needs torch and Lightning, and for the tests pytest and a checkout. Needs
-neither Hydra nor wandb.
+Prints PASS, FAIL or SKIP for each check, or FAST or SLOW for speed, then tables and the guarantees of the README that
+hold. The exit code is the number of failures. The checks need torch and Lightning, but neither Hydra nor wandb. The
+test suite also needs pytest and a checkout of the repository.
 """
 
 import argparse
@@ -57,8 +57,9 @@ def _check(
 BOTH = "both classes of NCCL"
 EXCHANGE = "parameters are fp32 outside of forward and backward"
 LOST = "a lost rank is an error that names it, within seconds"
-# Most important first: correctness before speed, one rank before several. Columns: maximum seconds, estimated seconds
-# on one GPU (8 to start and compile, 25 for ranks that share it and the same fit on the CPU), promise of README.
+# The most important checks come first: correctness before speed, one rank before several. Columns: maximum seconds,
+# estimated seconds on one GPU (8 to start and compile, 25 for ranks that share the GPU and the same training on the
+# CPU), guarantee of the README.
 CHECKS = [
     _check("exchange", 60, 8, EXCHANGE, exchange.values),
     _check("exchange_ddp", 60, 8, EXCHANGE, exchange.reducer),
@@ -130,7 +131,7 @@ CHECKS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Run the checks, and return the number of failures."""
+    """Run the checks that the command line selects, write the reports and return the number of failures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
-"""Packing of images or text into shards: `python recipes/pack.py root=... out=...`.
+"""Command that packs images or text into shards: `python recipes/pack.py root=... out=...`.
 
-The same command again resumes the packing of images.
+Running the same command again resumes the packing of images.
 """
 
 import _path  # noqa: F401
@@ -25,7 +25,7 @@ KEYS = {
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="pack")
 def main(cfg: DictConfig) -> None:
-    """Pack a dataset, or verify all packed bytes with `check=true`."""
+    """Pack a dataset into shards. With `check=true`, only verify the checksums of existing shards."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         packing = instantiate(cfg.packing)

@@ -1,4 +1,4 @@
-"""Quick start: two processes train, one is killed, and the run resumes bit for bit.
+"""Quick start in which two processes train, one is killed, and the run resumes bit for bit.
 
 Run `python quickstart.py`.
 """
@@ -61,7 +61,7 @@ def train(folder, kill_at_step=None):
         "logger": False,
         "enable_model_summary": False,
     }
-    # "_fork" because this script fits three times. Otherwise use "hybrid_allreduce".
+    # "_fork" because this script calls `fit` three times. Otherwise use "hybrid_allreduce".
     trainer = pl.Trainer(
         strategy="hybrid_allreduce_fork",
         precision="16-true",

@@ -1,4 +1,4 @@
-"""Comparison of runs that `train.py` wrote: `python recipes/report.py runs=[outputs/a,outputs/b]`."""
+"""Command that compares training runs: `python recipes/report.py runs=[outputs/a,outputs/b]`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ KEYS = {"runs": list[str], "names": list[str] | None, "title": str, "run_dir": s
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="report")
 def main(cfg: DictConfig) -> None:
-    """Read all runs, print the final metrics, and write `report.html` and `report.json`."""
+    """Read the given runs, print their final metrics, and write `report.html` and `report.json`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         runs = compare_runs.read_runs([Path(run) for run in cfg.runs], names=cfg.names)

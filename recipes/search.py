@@ -1,4 +1,7 @@
-"""Hyper-parameter search: `python recipes/search.py axes.optim.lr.high=50`. See hyperparams/README.md."""
+"""Command for hyper-parameter search: `python recipes/search.py axes.optim.lr.high=50`.
+
+See hyperparams/README.md.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -40,7 +43,7 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="search")
 def main(cfg: DictConfig) -> float | None:
-    """Run the remaining trials of the search, write table and figure, and return the best objective."""
+    """Run the remaining trials of the search, write its table and figure, and return the best objective."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with launch.short_errors():
         config_check.check(cfg, KEYS)

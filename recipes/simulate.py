@@ -1,4 +1,4 @@
-"""Prediction of a run before renting hardware.
+"""Command that predicts the duration, cost and memory of a training run before hardware is rented.
 
 Run `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`.
 """
@@ -74,18 +74,18 @@ KEYS: dict[str, Any] = {
 
 
 def network_of(cfg: DictConfig) -> nn.Module:
-    """Build the network on the meta device, because only its shapes are needed."""
+    """Build the configured network without allocating its weights, because only the shapes are needed."""
     with WithoutValues():
         network: nn.Module = instantiate(cfg.model)
     return network
 
 
 def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
-    """Return the images per second of a single device, and whether they are estimated from the peak.
+    """Return the images per second of one device, and whether they are estimated from its peak FLOP/s.
 
     Args:
         cfg: Configuration of the command.
-        model_name: Name of the network in the rates of the cluster.
+        model_name: Name of the network in `cluster.images_per_s`.
         flops: FLOPs of one image in a training step.
 
     Raises:
@@ -106,7 +106,7 @@ def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
 
 
 def scenario_of(cfg: DictConfig, network: nn.Module) -> Scenario:
-    """Create the simulated scenario from a configuration."""
+    """Create the scenario to simulate from a configuration."""
     layers = tuple(layers_of(network, list(cfg.image_shape)))
     model_name = HydraConfig.get().runtime.choices["model"]
     rate, is_estimated = rate_of(cfg, model_name, flops_per_image(layers))
@@ -132,7 +132,7 @@ def scenario_of(cfg: DictConfig, network: nn.Module) -> Scenario:
 
 
 def planned_run_of(cfg: DictConfig) -> PlannedRun:
-    """Create the planned run, with length, failures and prices, from a configuration."""
+    """Create the description of the planned run, with its length, failure rates and prices."""
     choices = HydraConfig.get().runtime.choices
     return PlannedRun(
         about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
@@ -145,7 +145,7 @@ def planned_run_of(cfg: DictConfig) -> PlannedRun:
 
 
 def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
-    """Return the settings that determine the memory of a rank."""
+    """Return the settings that determine the predicted memory of a rank."""
     gathered_numels = []
     for block in gathered_alone(network):
         gathered_numels.append(sum(parameter.numel() for parameter in block.parameters()))
@@ -160,7 +160,7 @@ def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
 
 
 def given_keys(cfg: DictConfig) -> set[str]:
-    """Return the keys that the user set, on the command line or for `images_per_s` in a file."""
+    """Return the keys that the user set on the command line, and `images_per_s` if it has a value."""
     keys = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
     if cfg.images_per_s is not None:
         keys.add("images_per_s")
@@ -168,7 +168,7 @@ def given_keys(cfg: DictConfig) -> set[str]:
 
 
 def report_of(cfg: DictConfig) -> SimulationReport:
-    """Simulate the run of a configuration, and return the report."""
+    """Simulate the configured run, and return a report with its duration, cost and memory."""
     network = network_of(cfg)
     scenario = scenario_of(cfg, network)
     return SimulationReport.of(
@@ -183,7 +183,7 @@ def report_of(cfg: DictConfig) -> SimulationReport:
 
 
 def comparison(cfg: DictConfig) -> str:
-    """Plan the same run on each cluster of `compare`, and return a table with the cheapest run first.
+    """Simulate the same run on several clusters, and return a table with the cheapest run first.
 
     Raises:
         ValueError: The numbers of clusters and prices differ.
@@ -220,7 +220,7 @@ def comparison(cfg: DictConfig) -> str:
 
 
 def check_pictures(cfg: DictConfig) -> None:
-    """Raise if figures are requested and Matplotlib is not installed, before the run is simulated.
+    """Raise if figures are requested but Matplotlib is not installed.
 
     Raises:
         ValueError: Matplotlib is not installed.
@@ -234,7 +234,7 @@ def check_pictures(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> None:
-    """Simulate the run, print a summary, and write the JSON file, table, timeline and optional figures."""
+    """Simulate the configured run, print a summary, and write the report and optional figures."""
     with launch.short_errors(cfg):
         config_check.check(cfg, KEYS)
         check_pictures(cfg)

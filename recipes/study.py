@@ -1,6 +1,6 @@
-"""Study that compares ways to train: `python recipes/study.py hydra.run.dir=studies/fashion`.
+"""Command that runs a study to compare training methods.
 
-See comparison/README.md.
+Run `python recipes/study.py hydra.run.dir=studies/fashion`. See comparison/README.md.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ KEYS: dict[str, Any] = {"study": dict, "num_workers": Count, "run_dir": str}
 
 
 def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
-    """Return one fit request per cell and phase, so that wrong keys are reported before the first fit."""
+    """Return one tuning and one final run per variant and batch size, to validate them before training."""
     requests = []
     for cell in plan.cells:
         point = plan.points(cell)[0]
@@ -36,13 +36,13 @@ def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
 
 
 def say(line: str) -> None:
-    """Print a line without buffering."""
+    """Print a line and flush the output."""
     print(line, flush=True)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="study")
 def main(cfg: DictConfig) -> None:
-    """Run the remaining fits of the study cell by cell, and write `table.md` after each cell."""
+    """Execute the remaining training runs of the study, and update `table.md` after each variant."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))

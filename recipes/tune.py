@@ -1,4 +1,4 @@
-"""Measurement of links, and choice of a communication plan.
+"""Command that measures the links between ranks and chooses a communication plan.
 
 Run `python recipes/tune.py world.devices=4`, or use torchrun.
 """
@@ -74,7 +74,7 @@ KEYS: dict[str, Any] = {
 
 
 def check_tune_keys(cfg: DictConfig) -> None:
-    """Raise for configurations that would make the measurement useless, before any rank starts.
+    """Raise if the configuration is invalid for a measurement. Call it before the ranks start.
 
     Raises:
         ValueError: A value is missing or invalid, there is only one rank, or the folder is not writable.
@@ -109,7 +109,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
 
 
 def configured_work(cfg: DictConfig) -> StepWorkload:
-    """Return the training step to plan for.
+    """Return the workload of the configured training step, for which the planner chooses a plan.
 
     Without `images_per_s`, all gradients are ready at once, and no computation hides the communication.
     """
@@ -123,14 +123,14 @@ def configured_work(cfg: DictConfig) -> StepWorkload:
 
 
 def connecting_strategy(timeout_s: float) -> DDPStrategy:
-    """Return the strategy that starts or joins the ranks, with a timeout."""
+    """Return a DDP strategy with this timeout, with which Fabric starts or joins the ranks."""
     return DDPStrategy(timeout=timedelta(seconds=timeout_s))
 
 
 def end_with_parent() -> None:
-    """End this rank within a second after the process that started it.
+    """Start a thread that ends this rank within a second after its parent process has ended.
 
-    Otherwise it would wait for lost ranks.
+    Otherwise the rank would keep waiting for ranks that no longer exist. Local rank zero starts no thread.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
@@ -143,7 +143,7 @@ def _end_after(parent: int) -> None:
 
 
 def connect(fabric: Fabric, asked: Measurement) -> Topology:
-    """Start or join the ranks, and return the topology.
+    """Start or join all ranks, check that they have the same options, and return the topology.
 
     Collective: every rank must call it.
 
@@ -168,12 +168,12 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
 
 
 def words_of(cfg: DictConfig, network: str) -> TuneWords:
-    """Return the names that the report shows, from a configuration."""
+    """Return the names and settings that the report shows, taken from a configuration."""
     return TuneWords(name=cfg.name, network=network, about=cfg.about, num_shown=cfg.num_shown)
 
 
 def usage_lines(folder: Path, name: str) -> str:
-    """Format commands that use the written files."""
+    """Format example commands that use the files that this command wrote."""
     return "\n".join(
         [
             f"written to {folder.resolve()}; use it by",
@@ -184,7 +184,10 @@ def usage_lines(folder: Path, name: str) -> str:
 
 
 def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, MeasuredSetup]:
-    """Return whether this is rank zero, the measured times and their setup. Starts or joins the ranks."""
+    """Start or join the ranks and measure, or read earlier measurements from a file if `samples` is set.
+
+    Returns whether this is rank zero, the measured times and their setup.
+    """
     if cfg.samples is not None:
         return True, *read_measurements(cfg.samples)
     asked = instantiate(cfg.measure)
@@ -201,7 +204,7 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tune")
 def main(cfg: DictConfig) -> None:
-    """Measure on all ranks, and write the report with the chosen plan on rank zero."""
+    """Measure the links on all ranks, choose a plan, and write the report on rank zero."""
     with launch.job(cfg) as launched, launch.short_errors(cfg):
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         check_tune_keys(cfg)

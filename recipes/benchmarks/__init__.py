@@ -1,1 +1,1 @@
-"""Benchmarks of all-reduces and training steps. In each round the variants take turns."""
+"""Benchmarks of all-reduces and training steps. Each round measures every variant once."""

@@ -28,12 +28,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceBench:
-    """Benchmark of consecutive all-reduces, in which the variants take turns.
+    """Benchmark that compares the time per call of all-reduce algorithms by tensor size and dtype.
 
-    A sample is as many calls of one variant as take about `min_sample_s`. Its result is the time per call of the
-    slowest rank. Calls follow each other without a barrier, because ranks would leave it at different times. Each round
-    takes one sample of every variant, and rounds begin with different variants. Before that, each variant reduces a
-    tensor of ones, and the result is checked.
+    A sample is a sequence of calls of one variant that takes about `min_sample_s`. Its result is the time per call of
+    the slowest rank. Calls follow each other without a barrier, because ranks would leave it at different times. Each
+    round takes one sample of every variant, and rounds begin with different variants. Before the first round, each
+    variant reduces a tensor of ones, and the result is checked.
 
     Args:
         algorithms: Names of algorithms. None: `auto` and all algorithms.
@@ -81,7 +81,7 @@ class AllReduceBench:
         return [*sizes, self.max_bytes]
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Yield the measurements of all sizes and dtypes as they are made.
+        """Measure every combination of dtype and tensor size, and yield one `Timing` per algorithm.
 
         Collective: every rank must call it.
         """
@@ -160,7 +160,7 @@ def _through(engine: CommEngine) -> Callable[[Tensor], object]:
 def _seconds_per_call(
     fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int
 ) -> float:
-    """Return the seconds per call of the slowest rank, which is the same number on every rank."""
+    """Time `num_calls` all-reduces, and return the seconds per call of the slowest rank on every rank."""
     fabric.barrier()
     synchronize(fabric.device)
     began_s = time.perf_counter()
@@ -171,7 +171,7 @@ def _seconds_per_call(
 
 
 def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
-    """Return the maximum of each time over all ranks.
+    """Return the elementwise maximum over all ranks of a list of times in seconds.
 
     Collective: every rank must call it.
     """
@@ -182,6 +182,6 @@ def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queued work."""
+    """Wait until a CUDA device has finished its queued work. On other devices, do nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,9 @@
-"""Gradient shapes of known networks, and a network with these gradients and almost no arithmetic.
+"""Gradient shapes of well-known networks, and a synthetic network that produces gradients of these shapes.
 
-The communication cost of a step depends only on the shapes: which tensors share a bucket, in which order they become
-ready, and how many bytes are sent. A communication benchmark therefore needs only these. One set is computed with real
-arithmetic, to measure complete steps with forward, backward and casts.
+The synthetic network does almost no arithmetic. The communication cost of a step depends only on the shapes: which
+tensors share a bucket, in which order they become ready, and how many bytes are sent. A communication benchmark
+therefore needs only the shapes. One set is computed with real arithmetic, to measure complete steps with forward,
+backward and casts.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ GRADIENT_SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "resnet50": resnet50_shapes,
 }
 
-# Sets that are computed layer by layer. The others create each gradient with one pass over memory.
+# Sets that are computed layer by layer. The other sets create each gradient with one pass over memory.
 WITH_ARITHMETIC = frozenset({"linear_8mib_arithmetic"})
 NUM_ROWS = 2  # rows of a rank's batch
 
@@ -82,7 +83,7 @@ def numel(shapes: Shapes) -> int:
 
 
 class GradientSet(pl.LightningModule):
-    """LightningModule with given parameter shapes, whose gradients become ready from last to first.
+    """LightningModule that produces synthetic gradients of given shapes, from the last layer to the first.
 
     Backward creates each gradient with one pass over memory. Gradients differ between ranks.
 
@@ -115,14 +116,14 @@ class GradientSet(pl.LightningModule):
         self._noise: Tensor | None = None
 
     def on_fit_start(self) -> None:
-        """Create the random values from which this rank's gradients are made."""
+        """Create the random values that this rank uses as gradients, seeded with its rank."""
         largest = max(self.layers, key=Tensor.numel)
         generator = torch.Generator().manual_seed(self.global_rank)
         noise = torch.randn(largest.numel(), generator=generator) * 1e-3
         self._noise = noise.to(dtype=largest.dtype, device=self.device)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return an fp32 loss that depends on every parameter."""
+        """Return an fp32 loss through which backward creates a gradient for every parameter."""
         if self.has_arithmetic:
             return self._loss_of_rows()
         loss = torch.zeros((), device=self.device)
@@ -141,14 +142,14 @@ class GradientSet(pl.LightningModule):
         return (rows.float() - 1).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
+        """Return fused LARS or SGD, as selected by the argument `optimizer`."""
         if self.optimizer == "lars":
             return LARS(self.parameters(), lr=1e-3, fused=True)
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class _Layer(torch.autograd.Function):
-    """Autograd function that returns its input, and creates the parameter's gradient from noise.
+    """Autograd function that is the identity in forward and gives the parameter a random gradient in backward.
 
     The gradient of the parameter is the noise times the gradient of the output.
     """

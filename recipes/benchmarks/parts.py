@@ -1,4 +1,4 @@
-"""Benchmark of reducing all gradients of a network, with fusion and hierarchy separately and combined.
+"""Benchmark that shows how much bucketing and the hierarchical algorithm each speed up gradient reduction.
 
     per_tensor_ring            one flat ring for each tensor, one after another
     fused_ring                 the same ring, for buckets
@@ -50,7 +50,7 @@ PER_TENSOR = ("per_tensor_ring", "per_tensor_hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class PartsArm:
-    """Variant of the benchmark: a communication plan, and the buckets in which gradients are reduced.
+    """Variant of the benchmark, which consists of a communication plan and a choice of gradient buckets.
 
     Args:
         name: Name of the variant.
@@ -72,13 +72,13 @@ class PartsArm:
 
     @property
     def cuts(self) -> list[int] | None:
-        """Bucket boundaries for the simulator, or None to use the fusion of the plan."""
+        """Bucket boundaries for the simulator as indices of gradients, or None to use the buckets of the plan."""
         if self.is_fused:
             return None
         return list(range(1, len(self.numels)))
 
     def bucket_numels(self, itemsize: int, num_nodes: int, on_cuda: bool = False) -> list[int]:
-        """Return the number of elements of each bucket."""
+        """Return the number of elements of each gradient bucket."""
         if not self.is_fused:
             return list(self.numels)
         tensor_bytes = [size * itemsize for size in self.numels]
@@ -86,7 +86,7 @@ class PartsArm:
         return [size // itemsize for size in sizes]
 
     def predicted_s(self, cluster: Cluster, itemsize: int, on_cuda: bool = False) -> float:
-        """Return the predicted seconds until all gradients are reduced."""
+        """Simulate the reduction of all gradients on a cluster, and return its predicted time in seconds."""
         gradients = tuple((size, 0.0) for size in self.numels)
         work = StepWorkload(forward_s=0.0, gradients=gradients)
         steps = simulate(
@@ -97,9 +97,9 @@ class PartsArm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Times of one reduction of all gradients.
+    """Wall-clock and CPU time of one reduction of all gradients, in seconds.
 
-    `wall_s` is that of the slowest rank. `cpu_s` is the processor time of all ranks.
+    `wall_s` is the time of the slowest rank. `cpu_s` is the total processor time of all ranks.
     """
 
     wall_s: float
@@ -108,7 +108,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class PartsBench:
-    """Benchmark of the parts of the hybrid all-reduce, in which the variants take turns.
+    """Benchmark of reducing all gradients of a network with several communication plans.
 
     A sample is one reduction of all gradients, from a barrier until the slowest rank has all results. Each round takes
     one sample of every variant, and rounds begin with different variants. Every result is checked.
@@ -118,8 +118,8 @@ class PartsBench:
         arms: Names of variants, see the module. The first one is the reference for the others.
         dtypes: Names of torch dtypes, such as `float16`.
         num_rounds: Number of samples per variant, network and dtype.
-        num_warmup_rounds: Number of rounds before these. The engine compares new buckets between ranks, which costs one
-            message each.
+        num_warmup_rounds: Number of rounds before the measured ones. The engine compares each new bucket between ranks,
+            which costs one message per bucket.
         cluster: Description of these nodes and links, for predictions. None: no predictions.
         timeout_s: Timeout of every collective in seconds.
     """
@@ -143,7 +143,7 @@ class PartsBench:
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Yield the measurements of all networks and dtypes as they are made.
+        """Measure every combination of network and dtype, and yield one `Timing` per variant.
 
         Collective: every rank must call it.
 
@@ -214,9 +214,10 @@ class PartsBench:
         return PartsArm(name=name, plan=plan, numels=numels, is_fused=name not in PER_TENSOR)
 
     def _chosen_plan(self, fabric: Fabric, numels: tuple[int, ...], itemsize: int) -> CommPlan:
-        """Return the plan that the planner chooses on rank zero, and broadcast it to all ranks.
+        """Let the planner choose a communication plan on rank zero, and return it on all ranks.
 
-        Ranks that share few cores would otherwise each search for it. Collective: every rank must call it.
+        If every rank searched for the plan, ranks that share few cores would slow each other down. Collective: every
+        rank must call it.
         """
         assert self.cluster is not None
         plan = CommPlan()
@@ -232,7 +233,7 @@ class PartsBench:
     def _samples(
         self, fabric: Fabric, arms: Sequence[PartsArm], sums: Sequence[ArmSums], flat: Tensor
     ) -> Mapping[str, Sequence[Sample]]:
-        """Return all samples, which are the same numbers on every rank."""
+        """Measure all rounds, and return the samples of each variant. They are the same on every rank."""
         flat = flat.to(fabric.device)
         samples = {arm.name: list[Sample]() for arm in arms}
         for turn in range(-self.num_warmup_rounds, self.num_rounds):
@@ -245,7 +246,7 @@ class PartsBench:
 
 
 class ArmSums:
-    """All-reduce of all gradients through one engine, bucket by bucket.
+    """All-reduce of all gradients of a network through one communication engine, bucket by bucket.
 
     Args:
         engine: Communication engine that reduces the buckets.
@@ -257,11 +258,11 @@ class ArmSums:
         self.bucket_numels: list[int] = list(bucket_numels)
 
     def buckets(self, flat: Tensor) -> list[Tensor]:
-        """Return the slice of `flat` for each bucket."""
+        """Split a flat gradient tensor into views, one per bucket."""
         return list(flat.split(self.bucket_numels))
 
     def sum_all(self, buckets: Sequence[Tensor]) -> None:
-        """All-reduce every bucket in place.
+        """All-reduce every bucket in place, and wait until all are finished.
 
         Collective: every rank must call it.
         """
@@ -299,13 +300,15 @@ class ArmSums:
 
 
 def fill(buckets: Sequence[Tensor], rank: int) -> None:
-    """Fill each bucket with zeros or ones, such that neighbouring ranks and buckets differ."""
+    """Fill each bucket with zeros or ones, alternating between neighbouring ranks and buckets."""
     for index, bucket in enumerate(buckets):
         bucket.fill_((rank + index) % 2)
 
 
 def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
-    """Raise if a reduced bucket is not the number of ranks that contributed ones.
+    """Raise if a bucket that `fill` initialised holds a wrong result after the all-reduce.
+
+    Every element must be the number of ranks that filled the bucket with ones.
 
     Raises:
         RuntimeError: A result is wrong.

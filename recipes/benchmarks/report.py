@@ -29,13 +29,13 @@ PEERS = ("ddp", "fp16_compress", "torch")  # variants that are not part of this 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Times of one variant in one case.
+    """Timing results of one variant in one benchmark case.
 
     `section`: `allreduce`, `parts`, `step` or `overlap`. `case`: dtype or gradient set. `num_bytes`: size of the
-    buffer, or of all gradients of a step, as it is sent. `times_s`: every sample, on the slowest rank. `backward_s`:
-    seconds that backward slept on purpose. `cpu_s`: processor time of all ranks together, for each sample.
-    `predicted_s`: the planner's prediction. `load_average`: load of the last minute on rank zero's machine when the row
-    was finished.
+    buffer, or of all gradients of a step, as it is sent. `times_s`: seconds of each sample on the slowest rank.
+    `backward_s`: seconds that backward slept on purpose. `cpu_s`: total processor time of all ranks for each sample.
+    `predicted_s`: the planner's prediction in seconds. `load_average`: load average over one minute on rank zero's
+    machine when the row was finished.
 
     >>> row = Timing(section="step", case="x", arm="auto", num_bytes=100, num_nodes=2, times_s=(1.0, 9.0, 2.0))
     >>> row.median_s, row.bound_s(link_bytes_per_s=100.0)
@@ -59,10 +59,11 @@ class Timing:
         return statistics.median(self.times_s)
 
     def bound_s(self, link_bytes_per_s: float | None) -> float | None:
-        """Return the minimum time in seconds, in which `2 (N - 1) / N` of the bytes leave each of N nodes.
+        """Return a lower bound of the all-reduce time in seconds, from the link bandwidth of the nodes.
 
-        No all-reduce among the nodes' own processors sends less from its busiest node (Patarasuk & Yuan 2009). Headers
-        are not included, so even this bound cannot be reached. None if there is one node or the bandwidth is unknown.
+        Each of N nodes must send `2 (N - 1) / N` of the bytes: no all-reduce among the nodes' own processors sends less
+        from its busiest node (Patarasuk & Yuan 2009). Headers are not included, so real times are longer than the
+        bound. None if there is one node or the bandwidth is unknown.
         """
         if link_bytes_per_s is None or self.num_nodes == 1:
             return None
@@ -70,11 +71,12 @@ class Timing:
 
 
 def hidden_share(rows: Sequence[Timing]) -> float:
-    """Return the fraction of the communication that a backward of the same length hides.
+    """Return the fraction of the communication time that overlaps with an equally long backward pass.
 
-        1 - (step with backward - the same without communication) / (step - the same without communication)
+        1 - (with_backward - with_backward_silent) / (without_backward - without_backward_silent)
 
-    `rows`: the step, the step without communication, with backward, and with backward and without communication.
+    `rows`: steps without backward, without backward and silent, with backward, with backward and silent. Silent steps
+    have no communication.
 
     >>> times_s = (3.0, 1.0, 3.5, 3.0)
     >>> rows = [Timing(section="overlap", case="", arm="", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
@@ -103,14 +105,14 @@ PARTS_HEADER = (*HEADER, "predicted ms", "x predicted", "CPU s")
 
 
 def header(rows: Sequence[Timing]) -> tuple[str, ...]:
-    """Return the column names of `cells` for these rows."""
+    """Return the column names of the result table, which depend on the benchmarks that the rows belong to."""
     if any(row.section == "parts" for row in rows):
         return PARTS_HEADER
     return HEADER
 
 
 def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[str]]:
-    """Format each row as table cells.
+    """Format each timing as a row of table cells.
 
     The reference of a case is its first row: torch's own all-reduce, or the first strategy.
     """
@@ -119,8 +121,8 @@ def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[s
     table = []
     for row in rows:
         key = (row.section, row.case, row.num_bytes if row.section == "allreduce" else 0)
-        # All-reduces are compared within a size. Steps have different bytes by precision, and are compared with the
-        # first.
+        # All-reduces are compared with the first one of the same size. Steps are compared with the first step, because
+        # their number of bytes depends on the precision.
         reference_s = references.setdefault(key, row.median_s)
         bound_s = row.bound_s(link_bytes_per_s)
         times_ms = [1e3 * time_s for time_s in (row.median_s, min(row.times_s), max(row.times_s))]
@@ -156,7 +158,7 @@ WIDTHS = (32, 9, 24, 10, 10, 10, 8, 12, 13, 13, 12, 8)
 
 
 def aligned(texts: Sequence[str]) -> str:
-    """Format one row of the table that is printed row by row.
+    """Pad the cells of a row so that rows printed one by one are aligned.
 
     Text is left-aligned, and numbers are right-aligned.
 
@@ -171,7 +173,7 @@ def aligned(texts: Sequence[str]) -> str:
 
 
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
-    """Format all rows as a Markdown table, followed by the fraction of hidden communication."""
+    """Format all timings as a Markdown table, followed by the fraction of communication that is hidden."""
     text = [markdown_table(header(rows), cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
@@ -184,11 +186,11 @@ def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
     return "\n".join(text)
 
 
-# ---- picture ---------------------------------------------------------------------------------------------------------
+# ---- figure ----------------------------------------------------------------------------------------------------------
 
 
 def panels_of(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[Panel]:
-    """Return a figure panel for each section and case.
+    """Return one figure panel for each benchmark and case.
 
     All-reduce times are plotted against size, and step times are bars by strategy.
     """
@@ -243,9 +245,9 @@ def draw_bars(
     link_bytes_per_s: float | None,
     axes: Axes,
 ) -> None:
-    """Draw each variant's median time as a bar.
+    """Draw a bar with the median time of each variant.
 
-    A line shows minimum and maximum, and a tick shows the lower bound.
+    A thin line shows the minimum and maximum time, and a tick shows the lower bound.
     """
     axes.set_title(title)
     rows = [row for arm in names for row in rows if row.arm == arm]
@@ -289,7 +291,10 @@ def write_bench(
     config: dict[str, Any],
     title: str,
 ) -> None:
-    """Write `rows.jsonl` with every sample, `table.csv`, `table.md` and `bench.svg` into `folder`."""
+    """Write all samples, the table and the figure of a benchmark into a folder.
+
+    The files are `rows.jsonl` with every sample, `table.csv`, `table.md` and `bench.svg`.
+    """
     rows = list(rows)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"title": title, "config": config, "environment": environment()}

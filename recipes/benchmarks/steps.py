@@ -1,4 +1,4 @@
-"""Benchmark of complete Lightning training steps by strategy, with the gradients of known networks."""
+"""Benchmark of complete Lightning training steps by strategy, with the gradient shapes of known networks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ COMPRESSED = "fp16_compress"
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyArm:
-    """Variant of the benchmark: a strategy and a precision, selected by a name.
+    """Variant of the benchmark, whose name selects a strategy and a precision.
 
-    `ddp`: stock Lightning in fp32. `fp16_compress`: the same with torch's hook. `auto` or the name of an algorithm: the
-    hybrid all-reduce with `precision="16-true"`. The suffix `_fp32` selects fp32, `_int8` or `_int4` the bits between
-    nodes, and `_shared` an update that is sharded within a node. `is_silent`: nothing is averaged.
+    `ddp`: Lightning's DDP in fp32. `fp16_compress`: DDP with torch's fp16 compression hook. `auto` or the name of an
+    algorithm: the hybrid all-reduce with `precision="16-true"`. The suffix `_fp32` selects fp32, `_int8` and `_int4`
+    select the codec of gradients between nodes, and `_shared` selects an update that is sharded within a node.
+    `is_silent`: gradients are not averaged.
 
     >>> [StrategyArm(name=name).precision for name in ("two_level", "auto_fp32", "auto_int8", "fp16_compress")]
     ['16-true', '32-true', '16-true', '32-true']
@@ -53,27 +54,27 @@ class StrategyArm:
 
     @property
     def precision(self) -> Any:
-        """Precision for the `Trainer`."""
+        """Value of the `Trainer` argument `precision`."""
         if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32"):
             return "32-true"
         return "16-true"
 
     @property
     def codec(self) -> str | None:
-        """Codec for gradients between nodes, or None."""
+        """Codec that compresses gradients between nodes, or None for uncompressed gradients."""
         suffix = self.name.rpartition("_")[2]
         if suffix in ("int8", "int4"):
             return suffix
         return None
 
     def wire_bytes(self, numel: int) -> int:
-        """Return the bytes that `numel` elements take on the wire between nodes."""
+        """Return the size in bytes of `numel` gradient elements in a message between nodes."""
         if self.codec is not None:
             return message_bytes(numel, int(self.codec.removeprefix("int")))
         return numel * (4 if self.precision == "32-true" and self.name != COMPRESSED else 2)
 
     def strategy(self) -> DDPStrategy:
-        """Create a new strategy."""
+        """Create the Lightning strategy that the name selects."""
         timeout = timedelta(seconds=self.timeout_s)
         if self.name == STOCK:
             return DDPStrategy(timeout=timeout)
@@ -98,24 +99,24 @@ class StepClock(Callback):
         self.ends_s: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Record the time after the device has finished the step."""
+        """Wait until the device has finished the step, and record the time."""
         synchronize(trainer.strategy.root_device)
         self.ends_s.append(time.perf_counter())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """Benchmark of complete steps, from the end of one step to the end of the next.
+    """Benchmark of complete training steps, each timed from the end of the previous step to its own end.
 
-    Variants take turns: each round is one `Trainer.fit` of every variant. The first steps of a fit are not counted,
-    because buckets are rebuilt after the first one.
+    Each round is one `Trainer.fit` of every variant. The first steps of a run are not counted, because DDP rebuilds the
+    buckets after the first step.
 
     Args:
         trainer: Function that creates a `Trainer` for this world from the other arguments.
         gradients: Names of `recipes.benchmarks.gradient_sets`.
         arms: Names of variants, see `StrategyArm`.
-        num_rounds, num_steps: Number of fits per variant, and number of counted steps per fit.
-        num_warmup_steps: Number of steps per fit that are not counted, at least 2.
+        num_rounds, num_steps: Number of training runs per variant, and number of counted steps per run.
+        num_warmup_steps: Number of initial steps per run that are not counted, at least 2.
         bucket_bytes: Bucket size of the hybrid variants. None: the library's default.
         optimizer: `sgd`, the cheapest one, or `lars`, fused.
         overlap: Hybrid variant that is also run with a backward as long as its communication, or None.
@@ -165,7 +166,7 @@ class StepBench:
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Yield the measurements of all gradient sets as they are made.
+        """Measure every gradient set, and yield one `Timing` per strategy.
 
         Collective: every rank must call it.
         """
@@ -183,7 +184,11 @@ class StepBench:
     def _overlap(
         self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
     ) -> Iterator[Timing]:
-        """Measure steps with and without communication, each with and without a backward of the same length."""
+        """Measure how much communication a backward pass hides, and yield the four timings for `hidden_share`.
+
+        Steps are timed with and without communication, each with and without a backward pass. The backward pass sleeps
+        for as long as the communication takes.
+        """
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
         with_s, without_s = (
@@ -207,7 +212,7 @@ class StepBench:
     def _fit(
         self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float
     ) -> list[float]:
-        """Return the time of each counted step, which is the same on every rank."""
+        """Train one variant, and return the seconds of each counted step on the slowest rank."""
         clock = StepClock()
         module = GradientSet(
             GRADIENT_SETS[gradients](),

@@ -1,7 +1,8 @@
 """Command-line parsing before torch is imported: help, completion and errors for unknown keys.
 
-Hydra itself parses and composes the configuration for a program that does nothing. This module replaces Hydra's errors
-for a misspelt key: they do not suggest the key that was probably meant, and torchrun would print them once per rank.
+Hydra itself parses the command line and composes the configuration, for a program that does nothing. This module
+replaces Hydra's errors for a misspelt key: they do not suggest the key that was probably meant, and torchrun would
+print them once per rank.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def bridge_hydra_versions() -> None:
 
 
 def read(name: str) -> None:
-    """Answer a command line that only asks for information, and reject one that Hydra cannot compose.
+    """Answer requests for help or information, and exit with an error if the command line is invalid.
 
-    In both cases the program ends. Questions are answered even if the extras of the command are not installed. In that
+    In both cases the program ends. Requests are answered even if packages of the command are not installed. In that
     case the help ends with the line that installs them.
 
     Raises:
@@ -126,7 +127,7 @@ def read(name: str) -> None:
 
 
 def is_question(words: Sequence[str]) -> bool:
-    """Return whether a command line asks for help, the configuration or the choices of a key."""
+    """Return whether a command line asks for help, for the configuration or for the choices of a key."""
     options = (
         "--help",
         "-h",
@@ -149,7 +150,7 @@ def is_first_rank() -> bool:
 
 
 def program(name: str) -> Any:
-    """Return a Hydra program that composes the configuration of a command and does nothing else."""
+    """Return a Hydra entry point that composes the configuration of a command and does nothing else."""
     return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(lambda cfg: None)
 
 
@@ -165,9 +166,9 @@ def arguments(words: Sequence[str]) -> Iterator[None]:
 
 
 def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
-    """Return the composed configuration as YAML, and Hydra's error message.
+    """Compose the configuration of a command, and return it as YAML together with Hydra's error message.
 
-    One of the two is empty.
+    One of the two strings is empty.
     """
     printed = io.StringIO()
     wrong = io.StringIO()
@@ -183,7 +184,9 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
 
 
 def answer(name: str, key: str, words: Sequence[str]) -> str:
-    """Return the answer to `key=?`: the choices of a group, one per line, or the current value of a key.
+    """Return the answer to `key=?` on the command line, which is the choices of a group or the value of a key.
+
+    The choices of a config group are listed one per line.
 
     Raises:
         UsageError: The key does not exist.
@@ -209,7 +212,7 @@ def answer(name: str, key: str, words: Sequence[str]) -> str:
 
 
 def description_of(text: str) -> str:
-    r"""Return the first sentence of the comment with which a configuration file begins.
+    r"""Return the first sentence of the comment at the top of a configuration file.
 
     >>> description_of("# @package _global_\n# Noise. Nothing is\n# read.\nroot: null")
     'Noise.'
@@ -230,7 +233,7 @@ def description_of(text: str) -> str:
 
 
 def first_of_sweep(override: str) -> str:
-    """Return the override that the first job of a sweep would use.
+    """Return the override that the first job of a Hydra sweep uses in place of a sweep override.
 
     >>> first_of_sweep("optim.lr=5,10"), first_of_sweep("a=[1,2]"), first_of_sweep("a=range(2,4)"), first_of_sweep("=")
     ('optim.lr=5', 'a=[1,2]', 'a=2', '=')
@@ -252,10 +255,10 @@ def refusals(
     is_sweep: bool,
     also_values: bool = False,
 ) -> list[str]:
-    """Return the error messages of a command line.
+    """Return the error messages for an invalid command line, or an empty list if it is valid.
 
-    There is one message for each override that cannot be composed. If all can be composed and `also_values` is set, the
-    messages are about invalid values or missing packages.
+    There is one message for each override that Hydra cannot compose. If Hydra can compose all overrides and
+    `also_values` is set, the messages are about invalid values or missing packages.
     """
     one_job = {
         given_override: first_of_sweep(given_override) if is_sweep else given_override
@@ -297,7 +300,7 @@ def refusals(
 def wrong_numbers(
     name: str, options: Sequence[str], overrides: Sequence[str], values: Mapping[str, Any]
 ) -> list[str]:
-    """Return an error message for each key that has a numeric default and was set to text."""
+    """Return an error message for each key that has a numeric default but was set to text."""
     numbers = {
         override.partition("=")[0].lstrip("+")
         for override in overrides
@@ -310,7 +313,7 @@ def wrong_numbers(
     }
     if not is_text:
         return []
-    # Keep the choices of groups: they decide which keys exist.
+    # Only the text values are dropped. The choices of groups must stay, because they decide which keys exist.
     choices = [
         override for override in overrides if override.partition("=")[0].lstrip("+") not in is_text
     ]
@@ -330,7 +333,7 @@ def wrong_numbers(
 
 
 def value_at(values: Any, key: str) -> Any:
-    """Return the value of a dotted key, or None if there is no such key.
+    """Return the value of a dotted key in nested mappings, or None if there is no such key.
 
     >>> value_at({"a": {"b": 1}}, "a.b"), value_at({"a": 2}, "a.b")
     (1, None)
@@ -359,7 +362,7 @@ def keys_of(text: str) -> list[str]:
 
 
 def with_quotes(value: str) -> str:
-    """Return a value with the quotes that make Hydra read it literally.
+    """Quote a value so that Hydra reads it literally.
 
     In a list, each element gets its own quotes.
 
@@ -375,7 +378,7 @@ def with_quotes(value: str) -> str:
 
 
 def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
-    """Return the error message for one override, with a suggested correction, from Hydra's error text."""
+    """Convert Hydra's error about one override into a message that suggests a correction."""
     mark, key, equals, value = re.fullmatch(
         r"(\+\+?|~)?([^=]*)(=?)(.*)", override, re.DOTALL
     ).groups("")  # type: ignore[union-attr]

@@ -74,7 +74,7 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
 
 
 class WrongValueError(ValueError):
-    """Error for an invalid value of the configuration key `key`."""
+    """Error for an invalid value in the configuration. Its attribute `key` is the dotted key."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -86,7 +86,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
 
     Args:
         cfg: The complete configuration.
-        keys: Required type for each dotted key. A class also accepts a part that builds an instance by `_target_`.
+        keys: Required type for each dotted key. If the type is a class, a mapping whose `_target_` builds an instance
+            is accepted too.
 
     Raises:
         ValueError: The message names the key and the values that it accepts.
@@ -110,7 +111,7 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another "
             f"key refers to as ${{{name}}}. {hint}The keys are {', '.join(sorted(read))}."
         )
-    # Before resolving: a resolver would report a wrong value under the name of another key.
+    # Check before resolving, because a resolver would report a wrong value under the name of another key.
     _check_values(raw, keys)
     try:
         _check_values(OmegaConf.to_container(cfg, resolve=True), keys)
@@ -139,7 +140,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
                 f"{key}.",
                 f": it is an argument of {node['_target_']}",
             )
-    # After the values: a wrong value is more informative than the missing key that it may cause.
+    # Check values first, because a wrong value is more informative than the missing key that it may cause.
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
             f"`{missing[0]}` must be in the configuration. Remove ~{missing[0]} from the command "
@@ -165,9 +166,9 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
-    """Raise for the first value that does not match the schema.
+    """Raise a `WrongValueError` for the first value that does not match a schema.
 
-    Values with unresolved interpolations are skipped.
+    Values with unresolved interpolations are not checked.
     """
     values = {
         name: _with_parts(value, f"{prefix}{name}")
@@ -181,9 +182,9 @@ def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, wh
 
 
 def made(kind: type[T], given: Any, key: str) -> T:
-    """Build a dataclass, including nested dataclasses, from the plain data of the configuration key `key`.
+    """Build a dataclass, including nested dataclasses, from plain mappings and lists.
 
-    Lists become tuples.
+    Lists become tuples. Error messages name the configuration key `key`.
 
     Raises:
         ValueError: A value is missing, unknown or of the wrong type, or the constructor of `kind` rejects it.
@@ -201,7 +202,10 @@ def made(kind: type[T], given: Any, key: str) -> T:
 def _refusal(
     errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why: str
 ) -> WrongValueError:
-    """Return one error for the first invalid argument, about the most deeply nested value that is wrong."""
+    """Convert pydantic's errors into one error about the most deeply nested invalid value.
+
+    Only errors of the first invalid argument are considered.
+    """
     places = [
         _place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]
     ]
@@ -237,7 +241,7 @@ def _refusal(
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
-    """Return the dotted key and the value that a pydantic error location refers to.
+    """Return the dotted key and the value at the location of a pydantic error.
 
     Pydantic puts names of types between the keys of `loc`. These names are skipped.
     """
@@ -264,7 +268,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Description of the object that a `_target_` would build."""
+    """Placeholder, used during validation, for an object that Hydra would build from a `_target_`."""
 
     target: str
     made: type
@@ -291,7 +295,7 @@ def _with_parts(value: Any, key: str) -> Any:
 
 
 def target_of(node: Mapping[str, Any], key: str) -> Any:
-    """Return the class or function that a `_target_` names.
+    """Import the class or function that a `_target_` names.
 
     Raises:
         ValueError: The name cannot be imported, or it is not callable.
@@ -313,7 +317,7 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
 
 @functools.cache
 def _arguments_of(target: Any) -> TypeAdapter[Any]:
-    """Return the schema of the arguments of a function or class.
+    """Return a pydantic schema of the arguments of a function or class.
 
     For a class the schema includes the arguments of its base classes, which `**kwargs` may pass on.
     """
@@ -351,7 +355,7 @@ def _hints_of(function: Any) -> dict[str, Any]:
 
 
 def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
-    """Return a strict schema of a mapping that has these keys and may have others."""
+    """Return a strict pydantic schema of a mapping with these types. Unknown keys are not checked."""
     types = {name: _fillable(hint) for name, hint in hints.items()}
     fields = TypedDict("fields", types, total=False)  # type: ignore[misc]
     fields.__pydantic_config__ = ConfigDict(strict=True)  # type: ignore[attr-defined]
@@ -359,9 +363,9 @@ def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
 
 
 def _fillable(hint: Any) -> Any:
-    """Return the type that a configuration can contain for an annotation.
+    """Convert a type annotation to the type that a configuration file can contain in its place.
 
-    Tuples accept lists, paths accept text, and classes accept a part that builds an instance.
+    Tuples accept lists, paths accept text, and classes accept a mapping with a `_target_` that builds an instance.
     """
     origin = typing.get_origin(hint)
     args = tuple(map(_fillable, typing.get_args(hint)))
@@ -396,9 +400,9 @@ def _fillable(hint: Any) -> Any:
 
 
 def _part_or_value(kind: type) -> Any:
-    """Return a type that accepts instances of `kind`, and parts that build them by `_target_`.
+    """Return an annotated type that accepts instances of `kind`, and `_target_` nodes that build them.
 
-    For `object`, it accepts any value, and any part from `OPEN_PACKAGES`.
+    For `object`, it accepts any value, and any `_target_` from `OPEN_PACKAGES`.
     """
     words = {object: f"of {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
 

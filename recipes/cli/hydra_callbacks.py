@@ -1,4 +1,4 @@
-"""Hydra callback of all recipes that runs before Hydra creates a directory.
+"""Hydra callback for all recipes that checks the environment before Hydra creates the run directory.
 
 `conf/job.yaml` registers it under `hydra.callbacks`.
 """
@@ -15,26 +15,26 @@ from recipes.cli import launch, preflight, stdio
 
 
 class BeforeRun(Callback):
-    """Hydra callback that checks the machine and the environment before a job or a sweep starts.
+    """Hydra callback that checks the environment and the run directory before a job or a sweep starts.
 
-    It also lets the process continue if standard output is closed. Hydra writes into the run directory before it calls
-    a recipe, and its error for a directory that is not writable is unclear.
+    It also lets the process continue if standard output is closed. The check must run early: Hydra writes into the run
+    directory before it calls a recipe, and its error for a directory that is not writable is unclear.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the machine before a single job."""
+        """Check the environment and the run directory before a single job."""
         self._look(config, "run")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the machine before a sweep."""
+        """Check the environment and the sweep directory before a sweep."""
         self._look(config, "sweep")
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Restore standard output and standard error."""
+        """Restore the original standard output and standard error after a single job."""
         stdio.restore_streams()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Restore standard output and standard error."""
+        """Restore the original standard output and standard error after a sweep."""
         stdio.restore_streams()
 
     def _look(self, config: DictConfig, mode: str) -> None:

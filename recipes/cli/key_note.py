@@ -1,4 +1,4 @@
-"""Note that translates the Python arguments in a library error into keys of the configuration.
+"""Translation of Python argument names in error messages to keys of the configuration.
 
 Errors of `lightning_hybrid` name arguments as a Python user writes them: `comm.algorithm`, `between_nodes=Mean()`.
 A recipe builds its objects by `_target_`, so the key of an argument is the key of the object plus the argument's name.
@@ -25,7 +25,7 @@ _WRITTEN = re.compile(r"(?<![\w(.])([a-z_]+)=(?:([A-Z]\w+)\((?:([a-z_]+)=)?)?")
 
 
 def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
-    """Return a line that gives the configuration key of each argument in an error message.
+    """Return a line that lists the configuration keys of the Python arguments in an error message.
 
     The line is empty if the message names no argument.
 
@@ -65,7 +65,7 @@ def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
 
 
 def _parts(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key and the content of every part that is built by `_target_`."""
+    """Yield the dotted key and the content of every configuration node that has a `_target_`."""
     if not isinstance(node, dict):
         return
     if "_target_" in node:
@@ -75,9 +75,9 @@ def _parts(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _key_of(argument: str, parts: dict[str, dict[str, Any]], built_key: str) -> str:
-    """Return the configuration key of an argument such as `comm.algorithm`.
+    """Return the configuration key of a Python argument such as `comm.algorithm`.
 
-    The result is empty if no part has the argument, or if several parts have it.
+    The result is empty if the argument is not found, or if several objects of the configuration have it.
     """
     if argument in KEYS_WITH_OTHER_NAMES:
         return KEYS_WITH_OTHER_NAMES[argument]
@@ -108,7 +108,7 @@ def _has_path(content: Any, argument: str) -> bool:
 
 
 def _takes(target: str, argument: str) -> bool:
-    """Return whether the constructor of a class has an argument of that name."""
+    """Return whether the class or function `target` has an argument with this name."""
     try:
         return argument in inspect.signature(get_object(target)).parameters
     except (TypeError, ValueError):  # implemented in C, or without a signature
@@ -116,7 +116,7 @@ def _takes(target: str, argument: str) -> bool:
 
 
 def _choice_of_group(key: str, class_name: str | None) -> str:
-    """Return the `group=choice` that builds a class, or an empty string if the key is not a config group."""
+    """Return the Hydra override `group=choice` that selects a class, or an empty string if there is none."""
     folder = CONF / key.removeprefix("+").replace(".", "/")
     if not key or class_name is None:
         return ""

@@ -1,11 +1,11 @@
-"""Launching of jobs: one run directory for all ranks, one job per launch, and short error messages.
+"""Start and end of Hydra jobs, with one run directory for all ranks and short error messages.
 
 The ranks of a job start in one of three ways:
 
     python recipes/train.py              Lightning starts ranks 1, 2, ... by repeating the command line. Without help
                                          Hydra would give each rank its own directory and, under --multirun, make each
                                          rank run the whole sweep.
-    torchrun recipes/train.py            Every rank composes its own configuration and would use its own time stamp.
+    torchrun recipes/train.py            Every rank composes its own configuration and would use its own timestamp.
     srun python recipes/train.py         The same as with torchrun.
 
 Therefore `job` rewrites the command line so that it repeats exactly this job in this directory. The directory of a job
@@ -74,7 +74,7 @@ NOT_TOGETHER = (
 
 
 def launch_id(otherwise: str) -> str:
-    """Return a name that all ranks of a torchrun or SLURM job share, or `otherwise` without a launcher."""
+    """Return a job name that is the same on all ranks of torchrun or SLURM, or `otherwise` without a launcher."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
@@ -84,7 +84,7 @@ def launch_id(otherwise: str) -> str:
 
 
 def count_classes(root: str) -> int:
-    """Return the number of classes of the image dataset in `root`, see `imagenet.count_classes`."""
+    """Return the number of classes of the image dataset in the folder `root`."""
     # Imported here because most commands read no images.
     from recipes.datasets.images import (
         imagenet,
@@ -132,10 +132,10 @@ def is_rank_zero() -> bool:
 
 @contextmanager
 def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
-    """Replace the traceback of an error by one message and exit code 2.
+    """Context manager that prints an error as one message without traceback, and exits with code 2.
 
     Use it around start-up code, where every error is caused by the configuration. The traceback is shown if
-    `HYDRA_FULL_ERROR=1` is set. With `cfg`, the message also gives the configuration keys of the arguments that it
+    `HYDRA_FULL_ERROR=1` is set. With `cfg`, the message also lists the configuration keys of the arguments that it
     names.
     """
     try:
@@ -154,7 +154,7 @@ def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove the run directory of a rejected start if it contains only the configuration."""
+    """Remove the run directory of a job that failed to start, if it contains only the configuration."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
         shutil.rmtree(folder, ignore_errors=True)
         if re.fullmatch(r"\d{4}-\d\d-\d\d", folder.parent.name):
@@ -163,9 +163,9 @@ def _remove_unused(folder: Path) -> None:
 
 
 def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
-    """Format an error as one message with its cause, its configuration key and the suspicious overrides.
+    """Format an error as a short message with its cause, its configuration key and the overrides to check.
 
-    With `cfg`, an error of the library, which names Python arguments, gets a line with their configuration keys.
+    Errors of this library name Python arguments. With `cfg`, a line with their configuration keys is added.
     """
     # Hydra 1.3 raises its own error with this line. Hydra 1.4 adds a note to the original error.
     said = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
@@ -200,7 +200,7 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
 
 
 def _given(key: str) -> str:
-    """Return a sentence with the command-line overrides that belong to the part `key`."""
+    """Return a sentence that names the command-line overrides at or below a key, or all if there are none."""
     if HydraConfig.initialized():
         overrides = HydraConfig.get().overrides.task
     else:
@@ -221,7 +221,7 @@ def _given(key: str) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of that name. For None, return CUDA if it is available, otherwise the CPU.
+    """Return the torch device with this name. None selects CUDA if it is available, otherwise the CPU.
 
     Raises:
         ValueError: The device does not exist.
@@ -250,10 +250,11 @@ def ignore_lightning_warnings() -> None:
 
 @contextmanager
 def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
-    """Run one Hydra job in the same directory on all ranks, and clean up the process for the next job.
+    """Context manager for one Hydra job that uses the same directory on all ranks and cleans up afterwards.
 
-    Yields a list. Append the trainer or Fabric to it, so that `job` waits for the ranks that it started. Errors about
-    the configuration that Lightning or this package finds during the run end in one message, as in `short_errors`.
+    It yields a list. Append the trainer or Fabric to it, so that `job` waits for the ranks that it started. Errors
+    about the configuration that Lightning or this package finds during the run end in one message, as in
+    `short_errors`.
     """
     from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -323,9 +324,9 @@ def _end_process_group() -> None:
 
 
 def finish(exit_code: int) -> None:
-    """Finish the W&B run if there is one, and warn if its disk is full.
+    """Finish the W&B run if there is one, and warn if the disk is too full for its files.
 
-    A full disk does not hide another error.
+    A full disk causes only a warning, so it does not hide another error.
     """
     wandb: Any = sys.modules.get("wandb")
     if wandb is None:
@@ -349,7 +350,7 @@ def finish(exit_code: int) -> None:
 
 
 def command_of_this_job() -> list[str]:
-    """Return the command-line arguments, without the script, with which Hydra repeats exactly this job."""
+    """Return the command-line arguments that make Hydra repeat this job, without the path of the script."""
     hydra = HydraConfig.get()
     command = [f"--config-name={hydra.job.config_name}"]
     command += [

@@ -1,7 +1,7 @@
 """Checks before a job starts: launcher variables, rendezvous address, file limits, output directory.
 
-Without these checks, an error would show only when processes already wait for each other. It would then be a hang until
-a timeout, or an error of a library that does not know the cause.
+Without these checks, an error would appear only when processes already wait for each other. The result would be a hang
+until a timeout, or an error of a library that does not know the cause.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _COUNTS = (
 def check_environment(
     run_dir: str | Path | None, variables: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise if the job cannot run in this environment.
+    """Raise if environment variables, file limits or the run directory would make the job fail.
 
     Args:
         run_dir: Directory that this process writes to. None if it writes nothing.
@@ -85,7 +85,7 @@ def check_environment(
 
 
 def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
-    """Return the value of a launcher's environment variable as an integer.
+    """Return an environment variable of the launcher as a non-negative integer.
 
     Raises:
         ValueError: The value is not a whole number of at least 0.
@@ -107,7 +107,7 @@ environment variable: start the job with one of them, or `unset RANK`.
 
 
 def check_launcher(variables: Mapping[str, str]) -> None:
-    """Raise if the launcher's environment variables are incomplete or contradict each other.
+    """Raise if the environment variables of torchrun or SLURM are incomplete or contradict each other.
 
     Raises:
         ValueError: A variable of torchrun or SLURM is missing, or two contradict each other.
@@ -179,7 +179,9 @@ def _slurm_starts(variables: Mapping[str, str]) -> bool:
 
 
 def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes: int) -> None:
-    """Raise if the local rank or node rank is outside of the trainer's world, which would cause a hang.
+    """Raise if the local rank or node rank is too large for the trainer's devices and nodes.
+
+    Such a rank would cause a hang.
 
     Raises:
         ValueError: `local_rank` is not below `num_devices`, or `node_rank` is not below `num_nodes`.
@@ -202,7 +204,9 @@ with a launcher that sets it, `unset NODE_RANK`, or change trainer.num_nodes.
 
 
 def check_words(variables: Mapping[str, str]) -> None:
-    """Raise for values of environment variables that a library would reject late or ignore silently.
+    """Raise if `WANDB_MODE` or `OMP_NUM_THREADS` has an invalid value.
+
+    W&B would reject the value only later, and OpenMP would ignore it silently.
 
     Raises:
         ValueError: The message names the variable.
@@ -227,7 +231,7 @@ WANDB_MODE=offline.
 
 
 def raise_descriptors() -> None:
-    """Raise the soft limit of open files to the hard limit, because each pair of ranks needs some.
+    """Increase the soft limit of open files to the hard limit, because each pair of ranks opens sockets.
 
     Child processes inherit the limit.
 
@@ -299,7 +303,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
 def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
     """Return whether this process will listen at `MASTER_PORT`.
 
-    This is rank zero, unless torchrun's agent already listens there.
+    Only rank zero listens there, unless torchrun's agent already does.
     """
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
@@ -346,7 +350,7 @@ def check_writable(folder: Path) -> None:
 
 
 def refuse_to_overwrite(run_dir: Path, *, resume: Any, overwrite: Any) -> None:
-    """Raise if a new run would overwrite the checkpoints of another run in its directory.
+    """Raise if a new run would overwrite the checkpoints of another run in the same directory.
 
     Raises:
         ValueError: There are checkpoints, and neither `resume` nor `overwrite` is set.
@@ -361,7 +365,7 @@ def refuse_to_overwrite(run_dir: Path, *, resume: Any, overwrite: Any) -> None:
 
 
 def check_required(config: Mapping[str, Any]) -> None:
-    """Raise if the configuration still contains `???`, which marks values that the user must set.
+    """Raise if a required value of the configuration is missing, which Hydra marks with `???`.
 
     Raises:
         ValueError: The message names all such keys.
@@ -388,7 +392,9 @@ def check_required(config: Mapping[str, Any]) -> None:
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Check the values that can be validated without importing torch, which takes seconds.
+    """Raise if a configuration value is invalid, checking only what does not require importing torch.
+
+    Importing torch takes seconds.
 
     Raises:
         ValueError: `precision` is the name of a dtype, a number of images or ranks is not above zero, the images do not
@@ -434,7 +440,7 @@ fp32 master weights), bf16-true, 32-true or 16-mixed. Set precision=16-true.
 
 
 def _without_launcher(value: Any) -> Any:
-    """Return the default of an interpolation that asks the launcher, and other values unchanged.
+    """Replace an interpolation of `world_from_launcher` by its default. Return other values unchanged.
 
     >>> _without_launcher("${world_from_launcher:devices,2}"), _without_launcher(3), _without_launcher("auto")
     (2, 3, 'auto')
@@ -471,7 +477,7 @@ def _check_folder(key: str, root: Any, content: str) -> None:
 
 
 def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
-    """Raise if the batch does not divide evenly among the ranks that the trainer would start."""
+    """Raise if the global batch size is not a multiple of the number of ranks that the trainer would start."""
     if (
         not isinstance(devices, int)
         or not isinstance(num_nodes, int)
@@ -494,7 +500,7 @@ def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
 
 
 def check_secrets(config: Mapping[str, Any]) -> None:
-    """Raise if the configuration contains a secret, because it is written to disk and to loggers.
+    """Raise if the configuration contains a password or API key, because it is written to disk and to loggers.
 
     Args:
         config: Configuration of plain mappings and lists.

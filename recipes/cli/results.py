@@ -1,4 +1,4 @@
-"""Output of a finished command: JSON files, with the configuration, library versions and machine."""
+"""Helpers for the JSON output of a command, with the configuration, library versions and machine."""
 
 from __future__ import annotations
 

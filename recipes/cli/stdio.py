@@ -1,4 +1,4 @@
-"""Standard streams that may be closed before the run ends, such as by `| head -1` or by a full disk."""
+"""Standard output and error streams that survive a closed pipe, as in `| head -1`, or a full disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TextIO, cast
 
 
 class BrokenPipeSafeStream:
-    """Text stream that drops output after its reader has closed or its disk is full.
+    """Text stream that discards output once its pipe is closed or its disk is full.
 
     The first failed write prints one message to another stream. The run continues.
 
@@ -25,7 +25,7 @@ class BrokenPipeSafeStream:
         self._other = other
 
     def write(self, text: str) -> int:
-        """Write text, and drop it if the stream is closed or its disk is full."""
+        """Write text. If the stream is closed or its disk is full, discard the text."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -33,7 +33,7 @@ class BrokenPipeSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush the stream. A closed stream or a full disk is ignored."""
+        """Flush the stream. Errors of a closed stream or a full disk are ignored."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -60,7 +60,7 @@ class BrokenPipeSafeStream:
 
 
 def outlive_streams() -> None:
-    """Let this process continue if standard output or standard error is closed.
+    """Replace standard output and standard error by streams that survive a closed pipe or a full disk.
 
     A second call has no effect. Python's `logging` also stops printing a traceback for every line that cannot be
     written, because W&B would log these tracebacks.
@@ -80,7 +80,7 @@ def outlive_streams() -> None:
 
 
 def restore_streams() -> None:
-    """Undo `outlive_streams`."""
+    """Restore the original standard output and standard error after `outlive_streams`."""
     logging.raiseExceptions = True
     for name in ("stdout", "stderr"):
         if isinstance(stream := getattr(sys, name), BrokenPipeSafeStream):

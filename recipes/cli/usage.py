@@ -1,4 +1,4 @@
-"""Usage errors, and checks for missing packages. This module imports neither Hydra nor torch."""
+"""Usage errors and checks for missing packages, without importing Hydra or torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Each extra has the packages that are checked.
 
 
 def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> str:
-    """Return the message about packages that are not installed, or an empty string if all are installed."""
+    """Return a message that names the missing packages, or an empty string if all are installed."""
     missing = [package for package in packages if find_spec(package) is None]
     if not missing:
         return ""
@@ -70,7 +70,7 @@ def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> st
 
 
 def missing_extras(name: str) -> str:
-    """Return the message about missing packages of a command, or an empty string if none is missing."""
+    """Return a message that names the missing packages of a command, or an empty string."""
     extras = EXTRAS_OF.get(name, ("recipes", "report"))
     return missing_line(
         f"`{command(name)}`", extras, [package for extra in extras for package in EXTRAS[extra]]
@@ -78,7 +78,9 @@ def missing_extras(name: str) -> str:
 
 
 def refuse_missing_extras(name: str) -> None:
-    """Exit with an error if packages of a command are missing, before the command imports anything.
+    """Exit with an error if packages that a command needs are not installed.
+
+    Call it before the command imports anything.
 
     Raises:
         UsageError: A package is missing. The message contains the line that installs it.
@@ -91,7 +93,7 @@ def refuse_missing_extras(name: str) -> None:
 
 
 def refuse_missing_hydra(name: str) -> None:
-    """Exit with an error if Hydra or OmegaConf is missing, because even the help needs them.
+    """Exit with an error if Hydra or OmegaConf is not installed, because even `--help` needs them.
 
     Raises:
         UsageError: Hydra or OmegaConf is not installed.
@@ -101,7 +103,7 @@ def refuse_missing_hydra(name: str) -> None:
 
 
 def missing_packages_of(config: Any) -> str:
-    """Return the message about missing packages that the parts of a configuration need."""
+    """Return a message that names missing packages of the configured classes, or an empty string."""
     if not isinstance(config, Mapping):
         return ""
     target = str(config.get("_target_", ""))
@@ -120,9 +122,9 @@ def missing_packages_of(config: Any) -> str:
 
 
 def command(name: str) -> str:
-    """Return the command line that starts a command, in the form in which this process was started.
+    """Return the command line that starts a command, for use in messages.
 
-    The forms are `lightning-hybrid <name>` and `python <path>`.
+    It has the form in which this process was started: `lightning-hybrid <name>` or `python <path>`.
     """
     # see lightning_hybrid/__main__.py
     started_as = getattr(sys.modules["__main__"], "STARTED_AS", None)

@@ -1,4 +1,4 @@
-"""Number of ranks, and batch size per rank, computed before anything starts."""
+"""Number of ranks and batch size per rank, computed before the ranks start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slurm_started_us() -> bool:
 
 
 def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
-    """Return the number of ranks from the arguments of the trainer.
+    """Return the number of ranks that the trainer arguments `devices` and `num_nodes` request.
 
     >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1), num_ranks("auto", 2, "cpu")
     (8, 2, 3, 2)
@@ -49,7 +49,9 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
 
 
 def world_from_launcher(what: str, otherwise: int | str) -> int | str:
-    """Return the ranks per node (`"devices"`) or the nodes (`"num_nodes"`) that the launcher reports.
+    """Return the number of ranks per node, or of nodes, from the launcher's environment variables.
+
+    `what` is `"devices"` for the ranks per node, or `"num_nodes"`.
 
     The launcher is torchrun or SLURM. Without one, the result is `otherwise`. As in Lightning, SLURM counts only in a
     job step that is not an interactive shell.
@@ -67,10 +69,10 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
 
 
 def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> int:
-    """Return the number of steps between two checks of whether any rank received a stop signal.
+    """Return how many steps apart the ranks should check whether any of them received a stop signal.
 
     On GPUs the host has to wait for the answer, which costs most if steps are short. Steps with gradient accumulation
-    last for seconds, and the job has 30 seconds to react to the signal.
+    take seconds, and the job has 30 seconds to react to the signal.
 
     >>> steps_between_questions("gpu", 1), steps_between_questions("gpu", 64), steps_between_questions("cpu", 1)
     (20, 1, 1)
@@ -105,10 +107,10 @@ def accumulation(
     num_nodes: int,
     accelerator: str = "auto",
 ) -> int:
-    """Return the number of accumulation steps: `global_batch_size / (ranks * batch_size_per_rank)`.
+    """Return the number of gradient accumulation steps for a global batch size.
 
-    Without `batch_size_per_rank`, the result is the smallest number of equal batches with at most
-    `max_batch_size_per_rank` images each. Without either limit, it is 1.
+    The number is `global_batch_size / (ranks * batch_size_per_rank)`. Without `batch_size_per_rank`, it is the smallest
+    number of equal batches with at most `max_batch_size_per_rank` images each. Without either limit, it is 1.
 
     Raises:
         ValueError: The result is not a whole number, an argument is not one, or the smallest number of equal batches is
@@ -150,7 +152,7 @@ def accumulation(
 def batch_line(
     global_batch_size: int, world_size: int, accumulate_grad_batches: int, *, unit: str = "images"
 ) -> str:
-    """Format how the global batch is divided into ranks and accumulation steps, as one line.
+    """Format a line that describes how the global batch is divided among ranks and accumulation steps.
 
     Raises:
         ValueError: The global batch size is not divisible.
@@ -177,10 +179,10 @@ def batch_line(
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
-    """Return the smallest number of equal accumulation steps that respects `max_batch_size`.
+    """Return the minimum number of equal accumulation steps with at most `max_batch_size` images per step.
 
-    It may be at most twice the number that the limit requires. Without this bound, a batch of twice a prime number per
-    rank would be trained two images at a time.
+    The number may be at most twice what the limit requires. Without this bound, a rank with twice a prime number of
+    images would be trained two images at a time.
 
     Raises:
         ValueError: No such number exists.

@@ -1,4 +1,4 @@
-"""Variants of a study, the points at which they are tuned, and the overrides of each fit."""
+"""Variants of a study, the hyper-parameters with which they are tuned, and the overrides of each run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Point = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Variant of a study, which is one way to train.
+    """Training method that a study compares with others, such as an optimizer with its settings.
 
     Attributes:
         overrides: Overrides of `recipes/train.py` that select the variant.
-        shares: Batch sizes as fractions of the number of training images. The table has one cell for each.
+        shares: Batch sizes as fractions of the number of training images. The table has one row for each.
         axes: Tuned keys of `optim` with minimum and maximum value, on a logarithmic scale.
-        like: Variant from which this one differs in one part. They are compared at the same share.
+        like: Variant from which this one differs in one component. They are compared at the same batch size.
     """
 
     __pydantic_config__ = STRICT
@@ -37,13 +37,14 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Fits that select the point of a cell by the accuracy on held-out training images.
+    """Settings of the tuning runs, which select hyper-parameters by the accuracy on held-out training images.
 
     Attributes:
-        num_trials: Number of points of a scrambled Sobol sequence, which are the same in the unit cube for every cell.
-        seed: Seed of these fits.
+        num_trials: Number of points of a scrambled Sobol sequence. Its points in the unit cube are the same for every
+            variant and batch size.
+        seed: Seed of the tuning runs.
         num_images: Number of training images that are not held out.
-        overrides: Overrides of these fits.
+        overrides: Overrides of the tuning runs.
     """
 
     __pydantic_config__ = STRICT
@@ -56,12 +57,12 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class FinalTests:
-    """Fits whose accuracy on the test images is reported in the table.
+    """Settings of the final training runs, which measure the test accuracy that the table reports.
 
     Attributes:
-        seeds: Seeds, which are the same for every cell, so that differences are paired.
+        seeds: Seeds, which are the same for every variant and batch size, so that differences are paired.
         num_images: Number of training images.
-        overrides: Overrides of these fits.
+        overrides: Overrides of the final runs.
     """
 
     __pydantic_config__ = STRICT
@@ -73,14 +74,14 @@ class FinalTests:
 
 @dataclass(frozen=True)
 class Cell:
-    """Variant at one batch size, which is a row of the table."""
+    """Combination of a variant and a batch size, which is one row of the result table."""
 
     arm: str
     share: float
 
     @property
     def name(self) -> str:
-        """Name of the cell and of its folder.
+        """Name of the variant and its batch size in percent, also used as folder name.
 
         >>> Cell("method", 0.0512).name
         'method_5.12'
@@ -90,17 +91,17 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """Plan of a study: all variants are tuned with equally many fits, then tested with the same seeds.
+    """Plan of a study that tunes every variant with the same number of runs and tests it with the same seeds.
 
     Attributes:
         arms: Variants by name.
-        base: Reference variant with one share, with which all others are compared.
+        base: Reference variant with one batch size, with which all others are compared.
         only: Names of the variants to run. None: all.
-        every_fit: Overrides of every fit.
-        trial: Further overrides of every fit, which a variant may override.
+        every_fit: Overrides of every training run.
+        trial: Further overrides of every training run, which a variant may override.
         micro_batch: Number of images that BatchNorm normalises together. Every batch size is a multiple.
-        tuning: Tuning fits, see `Tuning`.
-        testing: Test fits, see `FinalTests`.
+        tuning: Tuning runs, see `Tuning`.
+        testing: Final runs, see `FinalTests`.
         margin: Difference in percentage points within which variants count as equal.
 
     Raises:
@@ -169,12 +170,12 @@ class StudyPlan:
 
     @property
     def base_cell(self) -> Cell:
-        """Cell with which all others are compared."""
+        """Reference variant and batch size, with which all others are compared."""
         return Cell(self.base, self.arms[self.base].shares[0])
 
     @property
     def cells(self) -> list[Cell]:
-        """Cells to run, in the order of the configuration."""
+        """Combinations of variant and batch size to run, in the order of the configuration."""
         cells = []
         for arm_name, arm in self.arms.items():
             if self.only is None or arm_name in self.only:
@@ -183,22 +184,22 @@ class StudyPlan:
         return cells
 
     def like(self, cell: Cell) -> Cell | None:
-        """Return the cell from which this one differs in one part, or None."""
+        """Return the variant that differs in only one component, at the same batch size, or None."""
         arm_name = self.arms[cell.arm].like
         if arm_name is None:
             return None
         return Cell(arm_name, cell.share)
 
     def global_batch_size(self, cell: Cell, num_images: int) -> int:
-        """Return the batch size of a cell: its share of the images, rounded down to whole micro-batches.
+        """Return the global batch size in images, rounded down to a multiple of the micro-batch size.
 
-        It is at least one micro-batch.
+        It is a fraction of `num_images`, and at least one micro-batch.
         """
         num_micro_batches = int(round(cell.share * num_images / self.micro_batch, 6))
         return self.micro_batch * max(1, num_micro_batches)
 
     def points(self, cell: Cell) -> list[Point]:
-        """Return the points at which a cell is tuned, with values rounded to four digits."""
+        """Return the hyper-parameter values to try for a variant, rounded to four significant digits."""
         axes = self.arms[cell.arm].axes
         unit_points = (
             SobolEngine(max(1, len(axes)), scramble=True, seed=0)
@@ -214,12 +215,12 @@ class StudyPlan:
         return points
 
     def tuning_overrides(self, cell: Cell) -> tuple[str, ...]:
-        """Return the overrides that all tuning fits of a cell share."""
+        """Return the overrides that are common to all tuning runs of a variant at one batch size."""
         seed = f"seed={self.tuning.seed}"
         return (*self._overrides(cell, self.tuning.num_images), *self.tuning.overrides, seed)
 
     def testing_overrides(self, cell: Cell, point: Point) -> tuple[str, ...]:
-        """Return the overrides that all test fits of a cell share."""
+        """Return the overrides that are common to all final runs of a variant at one batch size."""
         return (
             *self._overrides(cell, self.testing.num_images),
             *self.testing.overrides,
@@ -247,7 +248,7 @@ def _check_arm(key: str, arm: Arm) -> None:
 
 
 def point_overrides(point: Point) -> tuple[str, ...]:
-    """Return the overrides that set a point.
+    """Return the command-line overrides that set tuned hyper-parameters.
 
     >>> point_overrides({"lr": 10.0, "weight_decay": 5e-4})
     ('optim.lr=10.0', 'optim.weight_decay=0.0005')

@@ -1,4 +1,4 @@
-"""Fits of configurations of `recipes/train.py`, each in its own process that ends with this one."""
+"""Training runs of `recipes/train.py`, each in a child process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
-    """Request for a fit.
+    """Request for one training run and the measurement of its accuracy.
 
     Attributes:
         overrides: Overrides of `recipes/train.py`.
-        run_dir: Folder of its checkpoints, from which an interrupted fit continues.
+        run_dir: Folder of its checkpoints, from which an interrupted run continues.
         stage: Split on which the accuracy of the final weights is measured.
     """
 
@@ -38,13 +38,13 @@ class FitRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """Result of a fit.
+    """Result of one training run, with its accuracy and processor time.
 
     Attributes:
-        accuracy: Accuracy of the final weights, from 0 to 1. If the fit diverged, the accuracy of guessing.
+        accuracy: Accuracy of the final weights, from 0 to 1. If the run diverged, the accuracy of guessing.
         num_steps: Number of optimizer steps.
-        core_s: Processor time in seconds, since the fit was last resumed.
-        divergence: Error with which the fit diverged. Empty if it did not.
+        core_s: Processor time in seconds, since the run was last resumed.
+        divergence: Error with which the run diverged. Empty if it did not.
     """
 
     accuracy: float
@@ -54,9 +54,9 @@ class FitResult:
 
 
 class FitError(RuntimeError):
-    """Error of a fit that is unrelated to its accuracy, such as an unknown key.
+    """Error that ends a training run for a reason other than divergence, such as an unknown key.
 
-    Its message is that of the fit.
+    Its message is the message of the original error.
     """
 
 
@@ -78,9 +78,9 @@ def check(requests: Sequence[FitRequest]) -> None:
 
 
 def fit(request: FitRequest) -> FitResult:
-    """Run a fit and measure the accuracy of the final weights.
+    """Train a network as requested, and measure the accuracy of the final weights.
 
-    The fit resumes from the last checkpoint in its folder if there is one.
+    Training resumes from the newest checkpoint in its folder if there is one.
     """
     from lightning_hybrid.callbacks import metrics as m
     from lightning_hybrid.callbacks.numerics import NonFiniteLossError
@@ -127,9 +127,10 @@ def _composed(request: FitRequest) -> Any:
 
 
 class FitPool:
-    """Pool of threads that each run one task at a time in a new process. All processes end with this one.
+    """Pool that runs tasks in parallel, each in a new child process.
 
-    Every fit has a new process, so that side effects such as a seed in the environment do not reach the next fit.
+    All child processes end when this process ends. Every training run has a new process, so that side effects such as a
+    seed in the environment do not reach the next run.
 
     Args:
         num_workers: Number of tasks that run in parallel.
@@ -157,7 +158,7 @@ class FitPool:
         self.executor.shutdown(cancel_futures=True)
 
     def call(self, function: Callable[..., Any], argument: Any) -> Any:
-        """Return the result of a function that runs in a new process.
+        """Run a function in a new process, wait for it and return its result.
 
         Raises:
             FitError: The function raised an error, or its process died.

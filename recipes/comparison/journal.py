@@ -1,4 +1,4 @@
-"""Fits of a study in an Optuna journal: finished ones are not repeated, interrupted ones continue."""
+"""Training runs of a study, recorded in an Optuna journal from which an interrupted study continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = "settings"
 
 @contextmanager
 def only_user_of(folder: Path) -> Iterator[None]:
-    """Hold the lock of a study's folder while the context is active.
+    """Lock the folder of a study for this process while the context is active.
 
     Raises:
         ValueError: Another process holds the lock.
@@ -49,14 +49,14 @@ def only_user_of(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """Result of a cell whose tests have finished.
+    """Test results of a variant at one batch size, after all its final runs have finished.
 
     Attributes:
         point: Tuned values that were selected.
         accuracies: Test accuracy in %, by seed.
-        num_steps: Number of optimizer steps of a test fit.
-        num_diverged: Number of test fits that diverged, which count as guessing.
-        core_s: Processor time of all fits in seconds.
+        num_steps: Number of optimizer steps of a final run.
+        num_diverged: Number of final runs that diverged. Their accuracy counts as that of guessing.
+        core_s: Processor time of all tuning and final runs in seconds.
     """
 
     point: Point
@@ -67,17 +67,18 @@ class CellResult:
 
 
 class StudyJournal:
-    """Journal of a study, which runs the missing fits. Only one process may use a folder at a time.
+    """Journal that records the training runs of a study and starts those that are missing.
 
-    Each cell has two Optuna studies, `<cell>/tuning` and `<cell>/testing`. All their trials are enqueued in advance, so
-    that the points are the same for every variant, and do not depend on the number of workers or on interruptions.
+    Only one process may use a folder at a time. Each variant and batch size has two Optuna studies, `<cell>/tuning` and
+    `<cell>/testing`. All their trials are enqueued in advance, so that the tuned values are the same for every variant,
+    and do not depend on the number of workers or on interruptions.
 
     Args:
-        folder: Folder of the journal and of the fits.
+        folder: Folder of the journal and of the training runs.
         plan: Plan of the study.
-        pool: Pool that runs the fits.
-        tell: Function called with a line for each finished fit.
-        run: Function that runs one fit in a process of the pool.
+        pool: Pool that executes the training runs.
+        tell: Function called with a line for each finished run.
+        run: Function that executes one training run in a process of the pool.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class StudyJournal:
         self.storage = JournalStorage(JournalFileBackend(str(path)))
 
     def tune(self, cell: Cell) -> Point:
-        """Run the missing tuning fits of a cell, and return the point with the best accuracy."""
+        """Execute the missing tuning runs of a variant, and return the hyper-parameters with the best accuracy."""
         overrides = self.plan.tuning_overrides(cell)
         study = self._study(
             cell,
@@ -121,7 +122,7 @@ class StudyJournal:
         return dict(best.params)
 
     def test(self, cell: Cell, point: Point) -> CellResult:
-        """Run the missing test fits of a cell, and return the results of all of them."""
+        """Execute the missing final runs of a variant, and return the results for all seeds."""
         overrides = self.plan.testing_overrides(cell, point)
         study = self._study(cell, "testing", {"overrides": list(overrides)})
         _enqueue(study, {seed: {"seed": seed} for seed in self.plan.testing.seeds})
@@ -174,7 +175,7 @@ class StudyJournal:
     def _run_waiting(
         self, study: optuna.Study, request: Callable[[optuna.Trial], FitRequest]
     ) -> None:
-        """Run all enqueued trials, as many in parallel as there are workers."""
+        """Run all enqueued Optuna trials in the pool, and record their results."""
         trials: dict[Future[FitResult], optuna.Trial] = {}
         for _ in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             trial = study.ask()
@@ -194,9 +195,9 @@ class StudyJournal:
 
 
 def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> None:
-    """Enqueue the trials that are neither finished nor waiting.
+    """Enqueue all trials that are neither finished nor already enqueued.
 
-    Trials that were interrupted by a kill are enqueued again.
+    Trials whose process was killed are enqueued again.
     """
     indices = set()
     for trial in study.get_trials(deepcopy=False):
@@ -211,7 +212,7 @@ def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> No
 
 
 def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
-    """Return the finished trials by index."""
+    """Return the finished trials of an Optuna study by the index under which they were enqueued."""
     trials = {}
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         trials[trial.user_attrs[INDEX]] = trial
@@ -219,7 +220,7 @@ def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON would return it, with lists instead of tuples."""
+    """Convert nested tuples to lists, so that a value equals its copy that was stored as JSON."""
     if isinstance(value, Mapping):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -228,7 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def _drop_half_line(path: Path) -> None:
-    """Remove an incomplete last line of a journal, which a kill may have left.
+    """Remove the last line of a journal if it is incomplete because a process was killed.
 
     Optuna would reject the journal once another line follows.
     """

@@ -14,7 +14,9 @@ Verdict = Literal["equal", "better", "worse", "open"]
 
 @dataclass(frozen=True)
 class Interval:
-    """90 % confidence interval of a mean by Student's t: mean ± t(0.95, n - 1) * s / sqrt(n).
+    """90 % confidence interval of a mean by Student's t distribution.
+
+    The interval is mean ± t(0.95, n - 1) * s / sqrt(n).
 
     Attributes:
         mean: Mean.
@@ -36,7 +38,7 @@ class Interval:
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return the confidence interval of a sample's mean.
+    """Return the 90 % confidence interval of the mean of a sample.
 
     >>> interval = interval_of([0.1, 0.2, 0.3])
     >>> round(interval.mean, 6), round(interval.half, 6)
@@ -55,9 +57,9 @@ def interval_of(values: Sequence[float]) -> Interval:
 def paired_difference(
     values: Mapping[int, float], reference: Mapping[int, float]
 ) -> Interval | None:
-    """Return the confidence interval of the differences to a reference over their common seeds.
+    """Return the confidence interval of the mean difference to a reference, paired by seed.
 
-    None if there are no common seeds.
+    Seeds without a reference value are left out. None if there are no common seeds.
     """
     differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
     if differences:
@@ -66,7 +68,7 @@ def paired_difference(
 
 
 def verdict(difference: Interval, margin: float) -> Verdict:
-    """Return the conclusion from a paired difference at the 5 % level.
+    """Classify a paired difference as equal, better, worse or open at the 5 % level.
 
     `equal`: the interval lies within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better` or
     `worse`: the interval does not contain zero. `open`: there are too few runs for a conclusion. A small difference

@@ -1,4 +1,4 @@
-"""Table of a study with accuracies, and paired differences with intervals and conclusions."""
+"""Result table of a study, with accuracies and paired differences between variants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = [
 
 
 def table_of(plan: StudyPlan, tested: Mapping[Cell, CellResult]) -> str:
-    """Format the finished cells as a Markdown table, with an explanation."""
+    """Format the results of finished variants as a Markdown table, preceded by an explanation."""
     rows = []
     for cell, result in tested.items():
         like = plan.like(cell)

@@ -3,7 +3,7 @@
     1,797 grey images of 8 x 8 pixels, 10 classes (UCI "Optical Recognition of Handwritten Digits", CC BY 4.0)
     -> 16 x 16, uint8 -> fixed stratified split: 1,257 train, 180 validation, 360 test
 
-The dataset is small and easy. It shows that a run works, and says nothing about ImageNet.
+The dataset is small and easy. It shows that a run works, but its accuracies say nothing about ImageNet.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SPLIT_SEED = 0  # seed of the split only: the three sets are the same in every r
 
 
 def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
-    """Load the image sets `train`, `val` and `test`, which are the same in every run.
+    """Load the digits, split into `train`, `val` and `test`. The split is the same in every run.
 
-    With `fold`, from 0 to 4, the test images are the cross-validation fold of this number. Over all five folds each
-    image is a test image once. A fold may have one more training image and one fewer test image than the fixed split.
+    If `fold` (0 to 4) is set, the test images are that cross-validation fold. Each image is a test image in exactly one
+    of the five folds. A fold may have one more training image and one fewer test image than the fixed split.
 
     >>> {name: len(image_set.labels) for name, image_set in digits_split().items()}
     {'train': 1257, 'val': 180, 'test': 360}
@@ -75,7 +75,7 @@ class DigitsDataModule(InMemoryDataModule):
     """Data module of scikit-learn's handwritten digits, 16 x 16 pixels.
 
     Args:
-        fold: Cross-validation fold that is tested, 0 to 4. None: the fixed split.
+        fold: Cross-validation fold that serves as test set, 0 to 4. None: the fixed split.
         global_batch_size, seed, shift_pixels, eval_batch_size_per_rank: As in `InMemoryDataModule`.
 
     Raises:
@@ -111,5 +111,5 @@ class DigitsDataModule(InMemoryDataModule):
         self.fold = fold
 
     def load(self) -> dict[str, ImageSet]:
-        """Load the image sets. See `digits_split`."""
+        """Load the training, validation and test images. See `digits_split`."""
         return digits_split(self.fold)

@@ -30,10 +30,10 @@ SPLIT_SEED = 0  # seed of the held-out images only: they are the same in every r
 
 
 def array_of(content: bytes) -> Tensor:
-    """Return the uint8 array in the content of an IDX file.
+    """Parse the content of an IDX file into a uint8 tensor.
 
-    The format: two zeros, 8 for "unsigned byte", the number of dimensions, the size of each as a big-endian 32-bit
-    number, and the values.
+    The format is: two zero bytes, 8 for "unsigned byte", the number of dimensions, the size of each dimension as a
+    big-endian 32-bit number, and the values.
 
     >>> array_of(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6]))
     tensor([[1, 2, 3],
@@ -63,7 +63,7 @@ def array_of(content: bytes) -> Tensor:
 
 
 def image_set_of(root: str | Path, name: str) -> ImageSet:
-    """Read the images and labels of the part `train` or `t10k`."""
+    """Read the images and labels of one split from disk: `train`, or `t10k` for the test set."""
     images = array_of(content_of(root, f"{name}-images-idx3-ubyte.gz"))
     labels = array_of(content_of(root, f"{name}-labels-idx1-ubyte.gz"))
     return ImageSet(images=images[:, None], labels=labels.long())
@@ -119,7 +119,7 @@ class FashionMNISTDataModule(InMemoryDataModule):
         )
 
     def load(self) -> dict[str, ImageSet]:
-        """Read the files, and hold out the validation images."""
+        """Read the dataset from disk, and split off the validation images if any are held out."""
         train = image_set_of(self.root, "train")
         test = image_set_of(self.root, "t10k")
         if self.num_held_out == 0:

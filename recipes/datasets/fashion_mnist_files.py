@@ -1,4 +1,7 @@
-"""Names, checksums and contents of the four files of Fashion-MNIST. This module does not import torch."""
+"""Names and checksums of the four Fashion-MNIST files, with functions to check and read them.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SHA256 = {
 
 
 def check_files(root: str | Path, *, name: str = "root") -> None:
-    """Raise if one of the four files is missing in a folder.
+    """Raise if one of the four Fashion-MNIST files is missing in a folder.
 
     Args:
         root: Folder with the files.
@@ -47,7 +50,7 @@ def check_files(root: str | Path, *, name: str = "root") -> None:
 
 
 def content_of(root: str | Path, file_name: str) -> bytes:
-    """Return the uncompressed content of a file after verifying its checksum.
+    """Read and decompress a Fashion-MNIST file, and verify its SHA-256 checksum.
 
     Raises:
         ValueError: The file is damaged, or differs from the published one.

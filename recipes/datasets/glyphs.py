@@ -1,11 +1,11 @@
-"""Synthetic images of characters. The fonts of validation and test do not occur in training.
+"""Synthetic images of characters, with different fonts for training, validation and test.
 
     32 classes: 2 ... 9 and A ... Z without I and O, which resemble other characters
     22 fonts that come with matplotlib (DejaVu, STIX, Computer Modern) -> 14 train, 4 validation, 4 test
     each image: a character with random rotation, shear, scale, position, grey levels and noise -> 32 x 32, uint8
 
 Nothing is downloaded. The training set is large enough for large-batch runs with many steps per epoch. Results say
-nothing about ImageNet. The three sets use different font files, and share font families on purpose.
+nothing about ImageNet. The three sets use different font files, but share font families on purpose.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
-    """Render images of the fonts of one set, with classes and fonts balanced.
+    """Render the images of one split, with balanced classes and fonts.
 
-    Counts of classes and of fonts differ by at most one. The images are deterministic on one machine and version of
-    torch.
+    The numbers of images per class differ by at most one, as do the numbers per font. The images are deterministic on
+    one machine and version of torch.
 
     >>> image_set = rendered("val", num_images=256, seed=0)
     >>> image_set.images.shape, image_set.images.dtype, image_set.labels.bincount().tolist() == [8] * 32
@@ -114,7 +114,7 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
     generator = torch.Generator().manual_seed(seed)
     masks = torch.stack([_mask(font, character) for font in fonts for character in CHARACTERS])
     which = torch.arange(num_images) % len(masks)
-    # In chunks: the masks of all training images would take 600 MB.
+    # Rendered in chunks, because the masks of all training images would take 600 MB.
     drawn = torch.cat([_placed(masks[part], generator) for part in which.split(2048)])
     size = (num_images, 1, 1, 1)
     ink = _uniform(size, *_INK, generator)
@@ -127,9 +127,9 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
 
 @lru_cache(maxsize=1)
 def glyphs_split(num_train: int = NUM_TRAIN) -> dict[str, ImageSet]:
-    """Render the image sets `train`, `val` and `test` once per process.
+    """Render the splits `train`, `val` and `test`, or return them if this process has rendered them before.
 
-    They take about 25 MB.
+    The images take about 25 MB.
     """
     sizes = {"train": num_train, "val": NUM_VAL, "test": NUM_TEST}
     return {
@@ -173,11 +173,11 @@ class GlyphsDataModule(InMemoryDataModule):
         )
 
     def load(self) -> dict[str, ImageSet]:
-        """Render the image sets. See `glyphs_split`."""
+        """Render the training, validation and test images. See `glyphs_split`."""
         return glyphs_split(self.num_train)
 
     def setup(self, stage: str) -> None:
-        """Render the images, and log that they are synthetic."""
+        """Render the images, and log on the first call that the data is synthetic."""
         if not hasattr(self, "image_sets"):
             rank_zero_info(
                 f"glyphs: synthetic data with {self.num_train} training images of "

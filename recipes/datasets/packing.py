@@ -50,7 +50,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Result of packing one split.
+    """Summary of packing one split of an image dataset.
 
     >>> print(Packed(split="train", num_images=40, num_shards=1, num_bytes=312_000, num_corrupt=0, seconds=0.4))
     train: 40 images, 1 shard, 312 kB, 0.4 s
@@ -84,7 +84,7 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Options of packing images, and the methods that pack and check.
+    """Packing of an image dataset into shards, with its options.
 
     Args:
         root: Folder of the unpacked dataset.
@@ -98,7 +98,7 @@ class Packing:
         max_corrupt_images: Maximum number of images per split that cannot be decoded. They are left out and listed in
             `<split>/corrupt.txt`. More of them end the run.
         num_threads: Number of threads. None: one per core.
-        verify: Decode images that are not resized too, so that corrupt ones are found now instead of in training.
+        verify: Decode every image, including those that are not resized, to find corrupt images before training.
     """
 
     root: str
@@ -131,7 +131,7 @@ class Packing:
             )
 
     def run(self) -> list[Packed]:
-        """Pack every split, and return their results.
+        """Pack every split, and return one summary per split.
 
         Raises:
             ValueError: `root` is incomplete, `out` holds another packing, or too many images are corrupt.
@@ -143,7 +143,7 @@ class Packing:
         ]
 
     def check(self) -> None:
-        """Read all shards and verify their checksums.
+        """Read all packed shards, and raise if a checksum is wrong.
 
         Raises:
             ValueError: Packing was not finished, or a shard is damaged.
@@ -163,7 +163,7 @@ class Packing:
                 )
 
     def prepared(self, data: bytes) -> bytes:
-        """Return the bytes to store for an image file, which may be a smaller JPEG.
+        """Return the bytes to store for an image file. Large images are resized and encoded as JPEG again.
 
         Raises:
             CorruptImageError: The file cannot be decoded.
@@ -181,7 +181,7 @@ class Packing:
 
 @dataclass
 class _Split:
-    """Packing of one split, with its state."""
+    """Packing of one split, with the corrupt images found so far."""
 
     packing: Packing
     source: ImageFolder
@@ -217,7 +217,11 @@ class _Split:
         )
 
     def _agree_on_plan(self) -> int:
-        """Return the number of images per shard, and raise if an earlier run used other options."""
+        """Return the number of images per shard, which a resumed run reads from the file of the first run.
+
+        Raises:
+            ValueError: The first run used other options.
+        """
         packing = {name: value for name, value in asdict(self.packing).items() if name in _DECIDES}
         names = crc32_of(self._name(image) for image in range(len(self.source)))
         plan = packing | {"num_images": len(self.source), "names_crc32": names}
@@ -249,18 +253,18 @@ class _Split:
         return num_per_shard
 
     def _name(self, image: int) -> bytes:
-        """Return the name `<class>/<file>` of an image."""
+        """Return the path of an image relative to the folder of its split, as bytes."""
         return os.fsencode(self.source.name(image)[len(str(self.source.folder)) + 1 :])
 
     def _prepared(self, image: int) -> bytes | str:
-        """Return the bytes to store for an image, or the reason why it cannot be stored."""
+        """Return the bytes to store for an image, or an error message if the image is corrupt."""
         try:
             return self.packing.prepared(self.source.read(int(image)))
         except (CorruptImageError, OSError) as error:
             return str(error)
 
     def _part(self, shard: int) -> ShardIndex | None:
-        """Return the index of a shard that an earlier run finished, or None."""
+        """Return the index of a shard that an earlier run completed, or None if there is none."""
         path = self.out / shard_name(shard)
         index = self._part_path(shard)
         if not index.is_file() or not path.is_file():
@@ -338,9 +342,9 @@ _DECIDES = ("seed", "short_side", "quality", "shard_bytes")  # options that chan
 
 
 def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: int) -> Iterator[R]:
-    """Map a function over values with threads, in order and only a few values ahead.
+    """Map a function over values in several threads, yielding the results in order.
 
-    The number of values is bounded because results are large.
+    Only a few results are computed in advance, because they are large.
 
     >>> list(mapped_ahead(lambda value: value * value, range(5), num_threads=2))
     [0, 1, 4, 9, 16]

@@ -1,4 +1,4 @@
-"""Synthetic images of noise, as large and as many as ImageNet's, without reading or decoding."""
+"""Synthetic dataset of random noise with the size of ImageNet, without reading or decoding images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_VAL = 50_000
 
 
 class StoredRows(RowSource):
-    """Row source of `num_images` images, of which only `num_stored` are different.
+    """Source of noise images that repeats `num_stored` different images to provide `num_images`.
 
     Image i is the stored image `i mod num_stored`, and its label is `i mod num_stored mod num_classes`. The images
     depend only on the seed, and not on the epoch.
@@ -48,7 +48,7 @@ class StoredRows(RowSource):
         self._images = torch.from_numpy(levels).permute(0, 3, 1, 2)
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Copy a stored image into a row of a batch, and return its label. See `RowSource`."""
+        """Copy a stored noise image into a row of a batch, and return its label. See `RowSource`."""
         # The label belongs to the stored image and not to the index, so that a network can memorise the images.
         stored = index % len(self._images)
         row.copy_(self._images[stored])
@@ -56,11 +56,11 @@ class StoredRows(RowSource):
 
 
 class SyntheticImageNetDataModule(ImageDataModule):
-    """Data module of noise, with the same loaders, batches and transfer as `ImageNetDataModule`.
+    """Data module that provides random noise with the batch shapes and transfers of `ImageNetDataModule`.
 
     Nothing is read or decoded. Use it to measure the throughput of a network without the influence of data loading, and
-    to test recipes without a dataset. Accuracy on it means nothing. Arguments that are not listed here are those of
-    `ImageDataModule`.
+    to test recipes without a dataset. Accuracies on noise are meaningless. Arguments that are not listed here are those
+    of `ImageDataModule`.
 
     Args:
         seed: Seed of the noise and of the image order. It must be the same on every rank.
@@ -113,11 +113,11 @@ class SyntheticImageNetDataModule(ImageDataModule):
         self.image_shape = (3, image_size, image_size)
 
     def num_train_images_up_to(self, most: int) -> int:
-        """Return the number of training images, or `most` if there are at least that many."""
+        """Return the number of training images, but at most `most`."""
         return min(most, self.num_train_images)
 
     def setup(self, stage: str) -> None:
-        """Generate the noise, once, on every rank."""
+        """Generate the noise images on every rank. A second call does nothing."""
         if hasattr(self, "train_rows"):
             return
         self.train_rows, self.eval_rows = (

@@ -1,4 +1,4 @@
-"""Masked text for masked-language-model training, read from packed shards of tokens.
+"""Data module and loaders for masked language modelling, which read packed shards of tokens.
 
     [CLS] L - 2 tokens of the text [SEP]        sequence i has tokens i (L - 2), ..., (i + 1) (L - 2) - 1 of its split
     15 % of these L - 2 tokens are predicted: 80 % of them become [MASK], 10 % another token, 10 % stay
@@ -42,7 +42,7 @@ TextBatch = tuple[tuple[Tensor, Tensor], Tensor]
 
 
 class Sequences:
-    """Token sequences of one split, read from its shards on demand.
+    """Token sequences of one split, read from memory-mapped shards on demand.
 
     Args:
         folder: Folder that `TextPacking` wrote.
@@ -63,7 +63,7 @@ class Sequences:
         return self._length
 
     def __getitem__(self, index: int) -> NDArray[np.uint16]:
-        """Return the tokens of a sequence, without [CLS] and [SEP]."""
+        """Return the tokens of one sequence, without [CLS] and [SEP]."""
         begin = index * self._num_own
         shard = int(np.searchsorted(self._ends, begin, side="right"))
         begin -= int(self._ends[shard]) - len(self._shards[shard])
@@ -74,7 +74,10 @@ class Sequences:
         return np.concatenate(parts)
 
     def batch(self, indices: Indices, seed: int, epoch: int) -> TextBatch:
-        """Return a masked batch `((tokens, positions), targets)`, see `TextLoader`."""
+        """Return the masked sequences with these indices as a batch `((tokens, positions), targets)`.
+
+        `TextLoader` describes the batch.
+        """
         length = self._num_own + 2
         tokens = np.full((len(indices), length), SEP, dtype=np.int64)
         tokens[:, 0] = CLS
@@ -96,14 +99,14 @@ class Sequences:
 
 
 def num_sequences(packed: PackedText, split: str, sequence_length: int) -> int:
-    """Return the number of complete sequences in a split."""
+    """Return the number of complete sequences of `sequence_length` tokens in a split."""
     return packed.num_tokens[split] // (sequence_length - 2)
 
 
 def mask_tokens(
     tokens: NDArray[np.int64], generator: np.random.Generator, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the positions of the tokens to predict, and the tokens to show in these positions.
+    """Choose the tokens to predict, and return their positions and the input tokens that replace them.
 
     >>> masked, shown = mask_tokens(np.arange(5, 25), np.random.default_rng(2), vocab_size=100)
     >>> masked, shown
@@ -122,7 +125,7 @@ def mask_tokens(
 
 
 class TextLoader(ResumableLoader):
-    """Training loader of one rank for shuffled epochs of masked sequences, resumable after any batch.
+    """Training loader of one rank for masked sequences, shuffled in each epoch and resumable after any batch.
 
     Yields:
         `((tokens, positions), targets)`: tokens int64 `"batch length"`, some of them masked; positions int64 `"batch
@@ -143,7 +146,10 @@ class TextLoader(ResumableLoader):
 
 
 class TextEvalLoader:
-    """Evaluation loader of one rank. Every sequence occurs once over all ranks, with fixed masks."""
+    """Evaluation loader of one rank for masked sequences, with the same masks in every run.
+
+    `shares` are the sequence indices of each batch of this rank.
+    """
 
     reads_ahead = True
 
@@ -160,11 +166,11 @@ class TextEvalLoader:
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Data module of masked text, for any number of ranks.
+    """Data module for masked language modelling, for any number of ranks.
 
     Args:
         root: Folder that `recipes/pack.py packing=text` wrote. None: pack with `packing` when the run begins.
-        packing: Options of packing, used if `root` is None.
+        packing: Packing of the text, used if `root` is None.
         sequence_length: Tokens per sequence, including [CLS] and [SEP]. Any length works with the same shards.
         vocab_size: Number of tokens that the network knows.
         max_sequences: Number of training sequences to use, from the start. None: all.
@@ -214,7 +220,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def folder(self) -> Path:
-        """Folder of the shards."""
+        """Folder that contains the packed shards."""
         return Path(self.packing.out if self.root is None else self.root)  # type: ignore[union-attr]
 
     def _check(self, packed: PackedText) -> None:
@@ -232,7 +238,7 @@ class TextDataModule(pl.LightningDataModule):
                 print(line, flush=True)
 
     def setup(self, stage: str) -> None:
-        """Open the shards of all splits, on every rank."""
+        """Open the shards of the training, validation and test text on every rank."""
         self._check(PackedText.load(self.folder))
         self.splits = {
             name: Sequences(self.folder, name, self.sequence_length)
@@ -240,7 +246,7 @@ class TextDataModule(pl.LightningDataModule):
         }
 
     def train_dataloader(self) -> TextLoader:
-        """Return this rank's training loader. Lightning sets its epoch."""
+        """Create this rank's training loader. Lightning sets its epoch."""
         sequences = self.splits["train"]
         trainer = self.trainer
         order = EpochOrder(
@@ -261,9 +267,9 @@ class TextDataModule(pl.LightningDataModule):
         return TextEvalLoader(sequences, shares)
 
     def val_dataloader(self) -> TextEvalLoader:
-        """Return this rank's loader of the validation text."""
+        """Create this rank's loader of the validation text."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> TextEvalLoader:
-        """Return this rank's loader of the test text."""
+        """Create this rank's loader of the test text."""
         return self._eval_loader("test")

@@ -1,4 +1,4 @@
-"""Packing of text into shards of tokens with a tokeniser that is trained on it.
+"""Packing of text into shards of tokens, with a tokeniser that is trained on the same text.
 
 `recipes/pack.py packing=text` uses this module.
 """
@@ -35,10 +35,10 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedText:
-    """Result of packing text, which is the content of `text.json`.
+    """Index of packed text with sizes and checksums, stored as `text.json`.
 
     Args:
-        about: Options of the packing.
+        about: Options with which the text was packed.
         vocab_size: Number of tokens of the trained vocabulary.
         num_tokens: Number of tokens of each split.
         crc32s: CRC-32 of the shards of each split, in order.
@@ -78,10 +78,10 @@ class PackedText:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPacking:
-    """Options of packing text, and the methods that pack and check.
+    """Packing of text into shards of tokens, with its options.
 
-    Every 20th piece of text is for validation, and the piece after it for the test. Packing is not resumable: a run
-    that was killed starts again.
+    Every 20th piece of text is used for validation, and the piece after it for the test. Packing cannot be resumed, so
+    a run that was killed starts again.
 
     Args:
         root: Folder of text, of which all UTF-8 files are read. None: Python's own documentation, licence and sources,
@@ -126,7 +126,7 @@ class TextPacking:
             )
 
     def run(self) -> list[str]:
-        """Pack the text unless `out` already has the result, and return a summary.
+        """Pack the text unless `out` already contains the result, and return a summary as a list of lines.
 
         Raises:
             ValueError: `out` holds another packing, or there is too little text.
@@ -169,7 +169,7 @@ class TextPacking:
         return [f"{packed}; {time.perf_counter() - start_s:.1f} s"]
 
     def check(self) -> None:
-        """Read all shards and verify their checksums.
+        """Read all packed shards, and raise if a checksum is wrong.
 
         Raises:
             ValueError: A shard is missing or damaged.
@@ -198,7 +198,7 @@ class TextPacking:
 
 
 class _Shards:
-    """Writer that collects the tokens of one split and writes complete shards."""
+    """Writer that collects the tokens of one split and writes them in shards of equal size."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
         self.folder = folder
@@ -233,15 +233,15 @@ class _Shards:
 
 
 def shard_path(folder: Path, split: str, shard: int) -> Path:
-    """Return the path of a shard, a file of uint16 tokens.
+    """Return the path of a shard of tokens.
 
-    The vocabulary has fewer than 65,536 tokens.
+    Tokens are stored as uint16, because the vocabulary has fewer than 65,536 tokens.
     """
     return folder / f"{split}-{shard:05d}.bin"
 
 
 def files_of(root: str | None) -> list[Path]:
-    """Return the sorted files of a folder. For None, return the text files of the Python installation.
+    """Return the sorted files of a folder, or the text files of the Python installation if `root` is None.
 
     Raises:
         ValueError: The folder does not exist, or it is empty.
@@ -259,14 +259,14 @@ def files_of(root: str | None) -> list[Path]:
 
 
 def pieces_of(path: Path) -> Iterator[str]:
-    """Yield the text of a file in pieces of about `PIECE_CHARS` characters, split at line ends."""
+    """Read a text file, and yield pieces of about `PIECE_CHARS` characters that end at line ends."""
     with path.open(encoding="utf-8") as file:
         while lines := file.readlines(PIECE_CHARS):
             yield "".join(lines)
 
 
 def trained(pieces: Iterable[str], vocab_size: int) -> Any:
-    """Train a WordPiece tokeniser, deterministically for the same text.
+    """Train a WordPiece tokeniser on text. The same text always results in the same tokeniser.
 
     Raises:
         ValueError: The package `tokenizers` is missing.
@@ -309,7 +309,7 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
 
 
 def tokens_of(pieces: Iterable[str], tokenizer: Any) -> Iterator[NDArray[np.uint16]]:
-    """Yield the tokens of each piece of text, followed by [SEP]."""
+    """Tokenise pieces of text, and yield the token ids of each piece with a final [SEP]."""
     source = iter(pieces)
     while some := list(itertools.islice(source, NUM_TOGETHER)):
         for encoding in tokenizer.encode_batch(some, add_special_tokens=False):

@@ -1,6 +1,6 @@
-"""Fine-tuning: a new head is trained on a frozen backbone, including its BatchNorm statistics.
+"""Example that fine-tunes a new head on a backbone whose weights and BatchNorm statistics are frozen.
 
-Freeze parameters before `fit`. Parameters that are unfrozen later would not be averaged, and raise an error.
+Freeze parameters before `fit`. Unfreezing parameters later raises an error, because they would not be averaged.
 """
 
 import lightning.pytorch as pl

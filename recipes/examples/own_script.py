@@ -1,4 +1,4 @@
-"""Typical Lightning script on two CPU processes, in which three lines belong to this package.
+"""Example of a typical Lightning script on two CPU processes, with three lines that use this package.
 
 On Ctrl-C or SIGTERM it stops after the current step with a checkpoint. The same command continues from there.
 """
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     folder = "own_script"
     trainer = pl.Trainer(
         strategy="hybrid_allreduce",  # 2: was "ddp"
-        precision="16-true",  # 3: fp16 on fp32 masters; was "32-true"
+        precision="16-true",  # 3: fp16 with fp32 master weights; was "32-true"
         accelerator="cpu",
         devices=2,
         max_epochs=6,

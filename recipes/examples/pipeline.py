@@ -1,4 +1,4 @@
-"""Pipeline of two stages, each on its own process. Module and `training_step` are as for one device."""
+"""Example of pipeline parallelism with two stages, with the same module as for one device."""
 
 import lightning.pytorch as pl
 import torch

@@ -1,6 +1,6 @@
-"""SimCLR with LARS on digits, evaluated with nearest neighbours.
+"""Example of SimCLR with LARS on handwritten digits, evaluated with nearest neighbours.
 
-Each image is compared with those of all processes, with the memory of `chunk` images.
+Each image is compared with the images of all processes, but a process only needs activation memory for `chunk` images.
 """
 
 import lightning.pytorch as pl
@@ -14,7 +14,7 @@ from lightning_hybrid.optim import LARS, param_groups
 
 
 def view(images):
-    """Return the images moved by up to one pixel, with noise."""
+    """Augment images with a random shift of up to one pixel and Gaussian noise."""
     moved = torch.nn.functional.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
     row, column = torch.randint(0, 3, (2,)).tolist()
     moved = moved[:, row : row + 8, column : column + 8].flatten(1)
@@ -44,7 +44,7 @@ class SimCLR(pl.LightningModule):
 
 
 def neighbours(encoder, images, labels):
-    """Return the accuracy of nearest-neighbour classification.
+    """Return the accuracy of nearest-neighbour classification with the features of an encoder.
 
     The last 297 images are classified by their nearest neighbour among the first 1,500.
     """

@@ -1,6 +1,6 @@
-"""Gradient compression to 8 bits for a slow link between nodes, with error feedback.
+"""Example of 8-bit gradient compression with error feedback for a slow link between nodes.
 
-Each process represents a node here (`ranks_per_node=1`). Leave that argument out on machines with several GPUs.
+Each process represents a node in this example (`ranks_per_node=1`). On machines with several GPUs, omit this argument.
 """
 
 import lightning.pytorch as pl
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     for between_nodes in (Mean(), Mean(dtype="int8", error_feedback=True)):
         pl.seed_everything(0)
-        # "fork", because the script fits twice
+        # "fork", because the script calls `fit` twice
         strategy = HybridAllReduceStrategy(between_nodes, ranks_per_node=1, start_method="fork")
         two = {"accelerator": "cpu", "devices": 2}
         trainer = pl.Trainer(

@@ -1,1 +1,1 @@
-"""Checks of `gpu_check.py`: fits, stream synchronisation, several ranks and speed."""
+"""Checks that `gpu_check.py` runs on GPUs: training, stream synchronisation, several ranks and speed."""

@@ -1,4 +1,4 @@
-"""Checks of the exchange between fp32 parameters and their half-precision copies."""
+"""Checks of the swap between fp32 parameters and their half-precision copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ NUM_STEPS = 4
 
 
 class Trained:
-    """Small network in a `HalfPrecisionWindow`, which is trained with SGD without a trainer.
+    """Small network that a manual loop trains with SGD, using bf16 copies of fp32 parameters.
+
+    `HalfPrecisionWindow` swaps the parameters.
 
     Args:
         device: Device of the network.
@@ -35,7 +37,7 @@ class Trained:
         self.images = torch.randn(32, WIDTH, device=device)
 
     def step(self) -> None:
-        """Run one step with half-precision forward and backward, and an fp32 update."""
+        """Run one training step with bf16 forward and backward passes and an fp32 update."""
         parameters = list(self.net.parameters())
         with self.window.opened():
             with torch.autocast(self.images.device.type, dtype=torch.bfloat16):
@@ -47,7 +49,7 @@ class Trained:
         self.optimizer.zero_grad()
 
     def weights(self) -> list[Tensor]:
-        """Return copies of the fp32 weights on the CPU."""
+        """Return fp32 copies of the weights on the CPU."""
         return [parameter.detach().float().cpu().clone() for parameter in self.net.parameters()]
 
 
@@ -70,7 +72,10 @@ def _plain_weights(request: CheckRequest) -> list[Tensor]:
 
 
 def values(request: CheckRequest) -> Details:
-    """Check casts, written values and gradients of the exchange, on this device and on the CPU."""
+    """Check that swapping parameters rounds correctly and loses no bits, on this device and on the CPU.
+
+    After one training step, the weights on both devices must agree.
+    """
     results: list[list[Tensor]] = []
     for device in (request.device, "cpu"):
         trained = Trained(device)
@@ -95,7 +100,7 @@ def values(request: CheckRequest) -> Details:
 
 
 def reducer(request: CheckRequest) -> Details:
-    """Check the exchange with DDP, whose reducer is built on the half-precision copies."""
+    """Check that DDP trains correctly if its reducer is built on the half-precision parameters."""
     if request.on_cuda:
         backend = "nccl"
     else:
@@ -117,7 +122,7 @@ def reducer(request: CheckRequest) -> Details:
 
 
 def stream(request: CheckRequest) -> Details:
-    """Check steps on a side stream, including the exchange."""
+    """Check that training steps on a side CUDA stream give the same weights as on the default stream."""
     if not request.on_cuda:
         raise NotHere("a CPU has no streams")
     trained = Trained(request.device)
@@ -133,7 +138,7 @@ def stream(request: CheckRequest) -> Details:
 
 
 def compiled(request: CheckRequest) -> Details:
-    """Check that a compiled network reads the half-precision copies of each new cast."""
+    """Check that a compiled network uses the current half-precision parameters in every step."""
     trained = Trained(request.device)
     trained.forward = torch.compile(
         trained.net, backend="inductor" if request.on_cuda else "aot_eager"
@@ -146,7 +151,7 @@ def compiled(request: CheckRequest) -> Details:
 
 
 def graph(request: CheckRequest) -> Details:
-    """Check that replaying a captured CUDA graph reads the half-precision copies of the newest cast."""
+    """Check that a replayed CUDA graph uses the current half-precision parameters, not the captured values."""
     if not request.on_cuda:
         raise NotHere("a CPU has no CUDA graphs")
     trained = Trained(request.device)

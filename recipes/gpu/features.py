@@ -1,4 +1,4 @@
-"""Checks of features on several ranks, by small fits on GPUs and over Gloo on the CPU."""
+"""Checks of distributed features that compare small training runs on GPUs with runs on the CPU over Gloo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUM_STAGES = 2
 LOST_AT = 6
 LOST_RANK = 1
 NAMED_WITHIN_S = 60.0  # after it ended; a stopped rank must be named within 30 s after the timeout
-# Stopping a rank, as a debugger does, causes no error in NCCL, but the others must still name it.
+# Stopping a rank, as a debugger does, causes no error in NCCL, but the other ranks must still name the stopped one.
 LOSSES: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -46,10 +46,10 @@ LOSSES: dict[str, Callable[[], object]] = {
 
 
 class Plain(Small):
-    """Small network without buffers that change during a step, which pipelines do not support."""
+    """Small network whose training step changes no buffers, because pipelines do not support that."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross entropy."""
+        """Return the cross-entropy loss of a batch."""
         return F.cross_entropy(self.net(batch[0]).float(), batch[1])
 
 
@@ -65,7 +65,7 @@ class Sharded(Plain):
     offloads = False
 
     def configure_model(self) -> None:
-        """Shard the network over all ranks."""
+        """Shard the network over all ranks with FSDP2."""
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 supports no other format
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         if self.offloads:
@@ -75,28 +75,28 @@ class Sharded(Plain):
         fully_shard(self.net, mesh=mesh, offload_policy=policy)
 
     def on_train_end(self) -> None:
-        """Gather the weights while they are still on the device of their process group."""
+        """Gather the full weights while they are still on a device that the process group supports."""
         self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[attr-defined]
 
 
 class Offloaded(Sharded):
-    """Small network sharded with FSDP2, with shards, gradients and optimizer state on the host."""
+    """Small network sharded with FSDP2 and CPU offloading of shards, gradients and optimizer state."""
 
     offloads = True
 
 
 class Offloading(HostShards, ModelParallelStrategy):
-    """Strategy that trains `Offloaded`."""
+    """FSDP2 strategy with CPU offloading, used to train `Offloaded`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Fit that checks one feature, described by its differences from 16-true with LARS on two nodes.
+    """Settings of a small training run that checks one feature. The default is 16-true with LARS on two nodes.
 
     `bound`: maximum relative distance of any parameter between GPUs and CPU. It is several times the distance that
-    other CPU kernels cause, or images that differ by an eighth of a rounding error. `by_gloo`: whether Gloo supports
-    all messages between ranks that share one GPU, which NCCL does not. Gloo cannot send GPU tensors from one rank to
-    another.
+    results from other CPU kernels, or from images that differ by an eighth of a rounding error. `by_gloo`: whether Gloo
+    supports all collectives of the run if ranks share one GPU. NCCL does not support ranks that share a GPU, and Gloo
+    cannot send GPU tensors from one rank to another.
     """
 
     promise: str
@@ -137,7 +137,7 @@ FEATURES: dict[str, Feature] = {
     "int8_feedback": _CODEC(options={"between_nodes": Mean(dtype="int8", error_feedback=True)}),
     "int4": _CODEC(options={"between_nodes": Mean(dtype="int4")}),
     "int4_feedback": _CODEC(options={"between_nodes": Mean(dtype="int4", error_feedback=True)}),
-    # 3.6 times 2.8e-2, the distance for other kernels: the same fit on a CPU without oneDNN.
+    # 3.6 times 2.8e-2, the distance for other kernels: the same training on a CPU without oneDNN.
     "adasum": Feature(
         promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1
     ),
@@ -169,10 +169,9 @@ FEATURES: dict[str, Feature] = {
 
 
 def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that a fit with the feature agrees between GPUs and CPU.
+    """Check that training with a feature gives the same weights on all ranks, and similar ones on GPU and CPU.
 
-    All ranks must end with the same weights. `is_other_class`: use the NCCL class that `"nccl"` does not select in this
-    version of torch.
+    `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
     """
     feature = FEATURES[name]
     backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
@@ -222,9 +221,9 @@ def _trained(
     num_ranks: int,
     on_hidden: Any = None,
 ) -> Details:
-    """Run the fit of a feature on one rank, and return a fingerprint of the weights.
+    """Train with a feature on one rank, and return a fingerprint of the final weights.
 
-    Each rank trains on other images. All stages of a pipeline read the same ones.
+    Each rank trains on different images, but all stages of a pipeline read the same images.
     """
     options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(request)}
     if issubclass(feature.strategy, ModelParallelStrategy):
@@ -286,13 +285,13 @@ def _loop(
     fabric.strategy.teardown()
 
 
-# ---- a rank is lost --------------------------------------------------------------------------------------------------
+# ---- rank failures ---------------------------------------------------------------------------------------------------
 
 
 def loss_limit_s(how: str) -> float:
-    """Return the time limit of `lost_rank` in seconds.
+    """Return the time limit in seconds of a check that kills or stops a rank.
 
-    Over Gloo, a stopped rank is named only after the timeout of 60 s.
+    Over Gloo, the other ranks detect a stopped rank only after the timeout of 60 s.
     """
     if how == "stopped":
         return 240
@@ -300,9 +299,9 @@ def loss_limit_s(how: str) -> float:
 
 
 def lost_rank(how: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that all ranks raise an error that names a rank lost during backward.
+    """Check that all other ranks raise an error that names the rank that failed during backward.
 
-    `how` is one of `LOSSES`.
+    `how` is one of `LOSSES`: the rank is killed, is stopped or raises an error.
     """
     backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
     lost = request.folder / "lost_s"

@@ -1,4 +1,4 @@
-"""Checks with complete fits of a small network: convergence, exact buffers and resuming."""
+"""Checks that train a small network: convergence, exact buffers and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Small(pl.LightningModule):
-    """Small network that covers special cases of precision and memory layout.
+    """Small network for tests that has several layer types, memory formats and buffers.
 
     It has channels_last convolutions, three kinds of normalisation, gradients at unaligned addresses and two buffers.
     """
@@ -74,7 +74,7 @@ class Small(pl.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross entropy, without synchronising with the device."""
+        """Return the cross-entropy loss of a batch, without synchronising with the device."""
         self.num_steps += ONE_STEP
         hidden = self.net[:6](batch[0])
         if self.on_hidden is not None:
@@ -84,13 +84,13 @@ class Small(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Run a forward pass."""
+        """Run a forward pass without computing a metric."""
         self.net(batch[0])
 
     test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer that was selected by name."""
+        """Create the optimizer that the constructor argument `optimizer` names."""
         return OPTIMIZERS[self.optimizer_name](self.parameters(), self.fused)
 
 
@@ -100,7 +100,7 @@ class _Mean(nn.Module):
 
 
 def loader(seed: int = 0) -> DataLoader:
-    """Return a loader of fixed batches with ten classes, which differ in the brightness of a channel."""
+    """Return a loader of synthetic images with ten classes that differ in the brightness of two channels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (BATCH_SIZE * NUM_BATCHES,), generator=generator)
     images = 0.3 * torch.randn(len(labels), 3, 17, 17, generator=generator)
@@ -112,7 +112,7 @@ def loader(seed: int = 0) -> DataLoader:
 
 
 def trainer_for(request: CheckRequest, precision: Any, **settings: Any) -> pl.Trainer:
-    """Create a trainer without output. On CUDA its results are deterministic."""
+    """Create a deterministic `Trainer` without logger, checkpoints and progress bar."""
     quiet: dict[str, Any] = {
         "accelerator": "gpu" if request.on_cuda else "cpu",
         "devices": 1,
@@ -129,7 +129,7 @@ def trainer_for(request: CheckRequest, precision: Any, **settings: Any) -> pl.Tr
 def short_fit(
     request: CheckRequest, module: Small, precision: Any, **settings: Any
 ) -> dict[str, Tensor]:
-    """Run a complete fit, and return the weights and buffers on the CPU.
+    """Train a module, and return copies of its weights and buffers on the CPU.
 
     Errors of `Trainer.fit` are raised.
     """
@@ -143,9 +143,9 @@ def short_fit(
 
 
 def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
-    """Check that a fit learns, that its state ends in fp32, and that buffers are exact.
+    """Check that the loss decreases, that weights are fp32 after training, and that buffers are exact.
 
-    Fused and unfused updates, or grouped and single tensors, must agree.
+    Training with fused and unfused updates, or with grouped and single tensors, must give similar weights.
     """
     weights = []
     warned = []
@@ -189,7 +189,7 @@ def _is_as_before(module: Small) -> None:
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Return the distance of two tensors, relative to the norm of the second one."""
+    """Return the norm of the difference of two tensors, relative to the norm of the second one."""
     norm = other.double().norm().item()
     return (one.double() - other.double()).norm().item() / (norm or 1.0)
 
@@ -214,7 +214,7 @@ def resumes(request: CheckRequest) -> Details:
 
 
 class _Noisy(TensorDataset):
-    """Dataset that adds random noise to each image when it is read, as augmentation does."""
+    """Dataset that adds random noise to each image when it is read, to simulate augmentation."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         image, label = super().__getitem__(index)

@@ -1,6 +1,6 @@
-"""Check of elastic training: a run continues after one of two hosts is lost.
+"""Check that elastic training continues after one of two hosts fails.
 
-Each host has one process, on its own GPU or on a shared one.
+Each emulated host has one process, on its own GPU or on a shared one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from recipes.gpu.fits import Small, loader, same_bits, short_fit
 from recipes.gpu.runner import CheckRequest, Details
 from recipes.gpu.worlds import run_world, use_other_class
 
-# index of the host that is lost, and the number of its backward pass in which it is lost
+# index of the host that fails, and the number of the backward pass in which it fails
 LOST = 1
 LOST_AT = 6
 
 
 def lost_host(request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that a run that loses one of two hosts is bit-identical to one that loses none."""
+    """Check that an elastic run in which one of two hosts fails ends with bit-identical weights."""
     if is_other_class:
         use_other_class(request)
     # NCCL supports only one rank per GPU
@@ -81,7 +81,7 @@ def _be_host(
 
 
 def visible_gpu(rank: int, visible: str | None) -> str:
-    """Return the GPU of a rank among those that are visible to this process.
+    """Return the index or name of the GPU for a rank, from the value of `CUDA_VISIBLE_DEVICES`.
 
     None means that all GPUs are visible.
 

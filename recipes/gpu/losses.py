@@ -20,7 +20,7 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
 
 
 def contrastive(request: CheckRequest) -> Details:
-    """Check that losses and gradients are bit-identical with and without autocast, and close to fp64."""
+    """Check that contrastive losses are bit-identical with and without autocast, and close to fp64."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)
     second = first + torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)

@@ -1,4 +1,4 @@
-"""Description of the machine of a check: versions, GPUs and commit."""
+"""Description of the machine on which checks run: library versions, GPUs and git commit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps(found))
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:
-    """Return a description of this machine and of the git checkout at `root`. Unknown values are None.
+    """Return library versions, GPUs, driver and git commit as a dictionary. Unknown values are None.
 
     >>> gpu_environment(Path("/"))["torch"] == torch.__version__, gpu_environment(Path("/"))["commit"]
     (True, None)
@@ -73,12 +73,12 @@ def _gpus() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Return the version of NVIDIA's driver, or None if `nvidia-smi` does not report it."""
+    """Return the version of the NVIDIA driver, or None if `nvidia-smi` does not report it."""
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def why_no_gpu() -> str:
-    """Return the CUDA version of torch and the driver version, as an explanation.
+    """Return a sentence with the CUDA version of torch and the driver version, for an error message.
 
     >>> why_no_gpu().startswith(f"torch {torch.__version__} was built for CUDA {torch.version.cuda}")
     True
@@ -91,13 +91,13 @@ def why_no_gpu() -> str:
 
 
 def clocks() -> str | None:
-    """Return the current clocks, temperature, power and throttle reasons of each GPU, one line per GPU."""
+    """Return clock rates, temperature, power and throttle reasons of each GPU as CSV text, or None."""
     asked = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reasons.active"
     return _output("nvidia-smi", f"--query-gpu=index,{asked}", "--format=csv")
 
 
 def nccl_made_by() -> str | None:
-    """Return the name of the class or function that creates `"nccl"` process groups in this torch.
+    """Return the name of the class or function with which this version of torch creates NCCL process groups.
 
     >>> nccl_made_by() in (None, "ProcessGroupNCCL", "_create_nccl_process_group", "_create_nccl2_process_group")
     True

@@ -1,4 +1,4 @@
-"""Output of the checks: an HTML page, an archive to send, a summary and rows for the table of records."""
+"""Report of the GPU checks as an HTML page, a zip archive, a summary and rows of a Markdown table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ TEMPLATE = Path(__file__).parent / "templates" / "gpu_check.html"
 
 
 def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[str]:
-    """Return three lines that list README's promises that hold, do not hold, or were not tested.
+    """Return three lines that list which guarantees of the README hold, do not hold, or were not tested.
 
-    A promise does not hold if a check refutes it. It counts as not tested if a check was skipped or is missing, and
-    none refutes it. A promise that was tested only over Gloo holds "over Gloo", and counts as not tested over NCCL.
+    A guarantee does not hold if one of its checks failed. It counts as not tested if a check was skipped or is missing,
+    and no check failed. A guarantee that was tested only over Gloo holds "over Gloo", and counts as not tested over
+    NCCL.
 
     >>> check = Check(name="lars", run=dict, limit_s=1, promise="LARS")
     >>> outcome = CheckOutcome(name="lars", status="PASS", seconds=1, message="")
@@ -67,9 +68,10 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
 def write(
     out: Path, checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details
 ) -> None:
-    """Write `report.html`, and the archive `gpu_report.zip` with the reports and the ends of all logs.
+    """Write the HTML report of the checks, and a zip archive with the reports and excerpts of all logs.
 
-    Of NCCL's logs, the archive contains the beginning.
+    The files are `report.html` and `gpu_report.zip`. Excerpts are the ends of the logs, but the beginning of NCCL's
+    logs.
     """
     (out / "report.html").write_text(_page(checks, outcomes, environment))
     logs = sorted(path for path in out.glob("*/*") if path.name == "log" or path.suffix == ".log")
@@ -110,7 +112,7 @@ def _page(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment
 def rows(
     checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details
 ) -> list[str]:
-    """Return rows for the table of records: the promises that hold, then the results of speed checks."""
+    """Return Markdown table rows with the guarantees that hold and the results of the speed checks."""
     gpus = environment.get("gpus") or ["a CPU"]
     said = [" ".join(promises(checks, outcomes)[:2])]
     said += [
@@ -124,10 +126,12 @@ def rows(
 
 
 def write_rows(page: Path, new: Sequence[str]) -> None:
-    """Append rows to the first table after `## Results`, and remove rows of an earlier check.
+    """Replace the rows that an earlier check wrote into the results table of a Markdown page.
+
+    The results table is the first table after `## Results`.
 
     Raises:
-        ValueError: There is no such table.
+        ValueError: There is no results table.
     """
     if page.is_file():
         lines = page.read_text().splitlines()

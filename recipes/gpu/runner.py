@@ -1,4 +1,4 @@
-"""Runner of checks, each in its own process with a time limit."""
+"""Runner that executes each check in its own process with a time limit."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ NCCL was not tested by such a check.
 
 
 class NotHere(Exception):  # noqa: N818  not an error
-    """Exception that skips a check that this machine cannot run."""
+    """Exception that a check raises to be skipped, because this machine cannot run it."""
 
 
 class NotInTimeError(AssertionError):
-    """Error of a check whose ranks did not finish within their time limit."""
+    """Error that is raised if the ranks of a check do not finish within their time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """Request for one check, with its device, folder and time limit.
+    """Request to run one check, with its device, folder and time limit.
 
     Attributes:
         device: "cuda" or "cpu".
         folder: Empty folder for the files of the check.
         limit_s: Seconds after which the check is stopped.
-        is_cut: Whether the limit is shorter than usual, because the time for all checks is nearly over.
+        is_cut: Whether `limit_s` is shorter than usual, because the total time for all checks is nearly over.
         num_gpus: Number of GPUs of this machine, counted by another process. Counting them here could create a CUDA
             context, after which no process can be forked.
     """
@@ -69,12 +69,12 @@ Run = Callable[[CheckRequest], Details]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check of this machine, with its function and time limit.
+    """Check of a feature or of its speed, with its function and time limit.
 
-    `run` returns its results as JSON data: `message`, a line for people, optional tables, and `status` if it is not
+    `run` returns its results as JSON data: `message` (a line for the user), optional tables, and `status` if it is not
     PASS. Checks of speed have the status FAST or SLOW. `run` raises an error if the check fails, or `NotHere` to skip
-    it. The time limit is the same on a CPU. `promise`: the promise of README that is checked, in a few words; empty for
-    speed. `gpu_s`: estimated seconds on one GPU; 0 if the check needs several.
+    it. The time limit is the same on a CPU. `promise`: the guarantee of the README that is checked, in a few words. It
+    is empty for checks of speed. `gpu_s`: estimated seconds on one GPU, or 0 if the check needs several GPUs.
     """
 
     name: str
@@ -86,9 +86,9 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOutcome:
-    """Result of a check.
+    """Result of one check, with its status and duration.
 
-    `message` is one line, and the reason of a SKIP. `details` contains all results.
+    `message` is one line, and gives the reason if the check was skipped. `details` contains all results.
     """
 
     name: str
@@ -115,13 +115,13 @@ def run_checks(
     on_outcome: Callable[[CheckOutcome], None],
     num_gpus: int = 0,
 ) -> list[CheckOutcome]:
-    """Run the checks one after another, and skip those for which no time is left.
+    """Run the checks one after another, and skip the remaining ones when the total time limit is reached.
 
-    A check that is stopped because `limit_s` is over is skipped too.
+    A check that is stopped because the total limit `limit_s` is reached counts as skipped.
     """
     end_s = time.monotonic() + limit_s
     outcomes = list[CheckOutcome]()
-    # The fork server imports everything when it starts the first process, so that no check pays for the imports.
+    # The fork server imports all modules when it starts the first process, so that imports do not count as check time.
     first = _forkserver().Process(target=int)
     first.start()
     first.join(limit_s)
@@ -143,9 +143,9 @@ def run_checks(
 
 
 def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
-    """Run a check in a new process, and kill all processes that it started when it ends.
+    """Run a check in a new process with a time limit, and finally kill all processes that it started.
 
-    The output goes to the file `log` in its folder.
+    The output goes to the file `log` in the folder of the check.
     """
     folder = request.folder
     limit_s = request.limit_s
@@ -187,9 +187,9 @@ def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
 
 
 def _forkserver() -> Any:
-    """Return the multiprocessing context of a fork server that has imported everything.
+    """Return a multiprocessing context whose fork server has already imported the modules of all checks.
 
-    Only the processes of checks have a CUDA context.
+    The fork server has no CUDA context. Only the processes of checks create one.
     """
     search_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -201,7 +201,10 @@ def _forkserver() -> Any:
 
 
 def _be(run: Run, request: CheckRequest) -> None:
-    """Run a check in this process, as the leader of a process group that can be killed as a whole."""
+    """Run a check as the main function of a child process, and write its result to `answer.json`.
+
+    The child process leads a new process group, so that all processes of the check can be killed together.
+    """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(
@@ -245,16 +248,16 @@ def _be(run: Run, request: CheckRequest) -> None:
 
 
 def _end_with(parent: Any) -> None:
-    """Kill this process group when the parent process ends, so that a restarted program finds free GPUs."""
+    """Wait until the parent process ends, then kill this process group to free its GPUs."""
     parent.join()
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-# ---- what was asked for ----------------------------------------------------------------------------------------------
+# ---- command line ----------------------------------------------------------------------------------------------------
 
 
 def keys_from(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the `key=value` arguments of the command line as a dictionary.
+    """Parse `key=value` arguments of the command line into a dictionary.
 
     The keys are `out`, `minutes`, `only`, `again` and `readme`.
 
@@ -273,10 +276,10 @@ def keys_from(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Check]:
-    """Return the checks whose names are in the comma-separated text `only`, or all if it is empty.
+    """Return the checks that a comma-separated list of names selects, or all checks if the list is empty.
 
     Raises:
-        ValueError: A name is not that of a check.
+        ValueError: There is no check with one of the names.
     """
     names = list(filter(None, only.split(",")))
     checks_by_name = {check.name: check for check in checks}
@@ -289,11 +292,11 @@ def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Che
     return [checks_by_name[name] for name in names] or list(checks)
 
 
-# ---- what comes of it ------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: Details) -> None:
-    """Write all results with the environment as JSON, atomically."""
+    """Write the results of all checks and a description of the machine to a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checks = [asdict(outcome) for outcome in outcomes]
     unfinished = path.with_suffix(".tmp")  # the machine may be lost at any time
@@ -304,7 +307,7 @@ def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: De
 
 
 def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
-    """Return the results and environment that `write_outcomes` wrote.
+    """Read the results of checks and the description of the machine from a file of `write_outcomes`.
 
     Raises:
         ValueError: The file does not exist or has another content.
@@ -319,7 +322,10 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
 
 
 def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
-    """Return the results of checks that already passed with the same machine, versions and unchanged code."""
+    """Return earlier results that are still valid because machine, versions and code are the same.
+
+    Failed and skipped checks are not included. Nothing is valid if the git checkout has uncommitted changes.
+    """
     try:
         outcomes, there = read_report(path)
     except ValueError:
@@ -329,7 +335,7 @@ def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
 
 
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
-    """Format the `table` of each check as Markdown."""
+    """Format the result tables of all checks as Markdown."""
     named_tables = [
         (outcome.name, rows) for outcome in outcomes if (rows := outcome.details.get("table"))
     ]
@@ -341,7 +347,7 @@ def tables(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def summary(outcomes: Sequence[CheckOutcome]) -> str:
-    """Format the number of passed, failed and skipped checks, and of fast and slow ones.
+    """Format the numbers of passed, failed, skipped, fast and slow checks as one line.
 
     >>> summary([CheckOutcome(name="x", status="PASS", seconds=0.0, message="")])
     '1 passed, 0 failed, 0 skipped; of speed 0 fast, 0 slow.'
@@ -354,7 +360,7 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def limit_s_from(minutes: str) -> float:
-    """Return the time limit of all checks in seconds.
+    """Convert the total time limit of all checks from minutes, given as text, to seconds.
 
     Raises:
         ValueError: `minutes` is not a number above zero and at most a day.

@@ -1,4 +1,4 @@
-"""Checks of the dynamic loss scale together with a learning-rate schedule that advances every step."""
+"""Check of the dynamic loss scale in combination with a learning-rate schedule that advances every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Scheduled(Small):
     """Small network with a `OneCycleLR` schedule that advances after each batch."""
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, and the schedule of its learning rate and momentum."""
+        """Create the optimizer, and a schedule of its learning rate and momentum."""
         optimizer = super().configure_optimizers()
         return {
             "optimizer": optimizer,
@@ -31,26 +31,26 @@ class Scheduled(Small):
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
-    """Return the `OneCycleLR` schedule for an optimizer."""
+    """Create a `OneCycleLR` schedule for an optimizer."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=MAX_RATE, total_steps=NUM_STEPS)
 
 
 class _Rates(pl.Callback):
-    """Callback that records learning rate and number of skipped steps at each logged step."""
+    """Callback that records the learning rate and the number of skipped steps every few steps."""
 
     def __init__(self) -> None:
         self.rates: dict[int, float] = {}
         self.num_skipped: dict[int, int] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Record learning rate and number of skipped steps."""
+        """Record the learning rate and the number of skipped steps, if this is a logged step."""
         if trainer.global_step % LOG_EVERY == 0:
             self.rates[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
             self.num_skipped[trainer.global_step] = int(trainer.precision_plugin.num_skipped_steps)  # type: ignore[attr-defined]
 
 
 def rates_by_hand(num_steps: int) -> list[float]:
-    """Return the learning rates before the first step and after each of `num_steps` steps."""
+    """Return the expected learning rates before the first step and after each of `num_steps` steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     schedule = one_cycle(optimizer)
     rates = [optimizer.param_groups[0]["lr"]]
@@ -62,9 +62,9 @@ def rates_by_hand(num_steps: int) -> list[float]:
 
 
 def dynamic_scale(request: CheckRequest) -> Details:
-    """Check a fit whose initial loss scale is too high.
+    """Check that training skips exactly one step if the initial loss scale is too high.
 
-    One step must be skipped, and the schedule must skip it too.
+    The learning-rate schedule must not advance in the skipped step.
     """
     by_hand = rates_by_hand(NUM_STEPS)
     num_skipped: dict[str, int] = {}

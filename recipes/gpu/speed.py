@@ -1,4 +1,4 @@
-"""Checks of speed: optimizer updates, ResNet-50 training and all-reduces."""
+"""Speed checks of optimizer updates, ResNet-50 training and all-reduces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_SAMPLES = 5
 
 
 def verdict(request: CheckRequest, *, is_fast: bool) -> str:
-    """Return FAST or SLOW on a GPU, and PASS on a CPU, where nothing is measured."""
+    """Return the status FAST or SLOW on a GPU, and always PASS on a CPU, where speed is not judged."""
     if not request.on_cuda:
         return "PASS"
     if is_fast:
@@ -47,10 +47,10 @@ def verdict(request: CheckRequest, *, is_fast: bool) -> str:
 
 
 def updates(request: CheckRequest) -> Details:
-    """Time optimizer updates of this library and torch, relative to the time of copying their bytes.
+    """Time optimizer updates of this library and of torch, relative to copying the same number of bytes.
 
     On CUDA, many updates are timed between two events, queued behind a kernel that lets the host run ahead. LARS must
-    take at most 1.3 times the time of its bytes.
+    take at most 1.3 times as long as copying the bytes that it reads and writes.
     """
     device = torch.device(request.device)
     if request.on_cuda:
@@ -91,7 +91,7 @@ def updates(request: CheckRequest) -> Details:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the median time of a call on the device, and of the host that enqueues it.
+    """Return the median seconds of a call on the device, and the seconds that the host needs to enqueue it.
 
     On a GPU, a sample consists of several calls.
     """
@@ -108,12 +108,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 class ShardedNet(TrainedNet):
-    """Network sharded by FSDP2 in bf16, with fp32 reductions and fp32 normalisation as under autocast."""
+    """Network sharded with FSDP2 in bf16, with fp32 gradient reductions and fp32 normalisation layers."""
 
     def configure_model(self) -> None:
-        """Shard the network over all ranks."""
+        """Shard the network over all ranks with FSDP2, with normalisation layers in fp32."""
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
+        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 supports no other
         norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
         fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(norms, mesh=mesh, mp_policy=fp32)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ class ShardedNet(TrainedNet):
         fully_shard(self.net, mesh=mesh, mp_policy=bf16)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD with `foreach=True`, because torch's fused one does not support DTensors."""
+        """Create SGD with `foreach=True`, because torch's fused SGD does not support DTensors."""
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, foreach=True)
 
 
@@ -154,7 +154,7 @@ RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
 
 
 def images_per_s(arm: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
-    """Measure the images per second of all ranks with a variant of `RESNET_ARMS`."""
+    """Train ResNet-50 with one variant, and return the images per second of all ranks together."""
     size = _size(request)
     precision, make_strategy = RESNET_ARMS[arm]
     device = _device_of(request, rank)
@@ -198,10 +198,10 @@ def _device_of(request: CheckRequest, rank: int) -> torch.device:
 
 
 def resnet50(request: CheckRequest) -> Details:
-    """Measure images per second of ResNet-50 with this library and with Lightning's strategies.
+    """Compare the ResNet-50 training throughput of this library with that of Lightning's strategies.
 
-    All GPUs are used. This library uses LARS, and Lightning's strategies use fused SGD. The variants take turns. Every
-    variant and round starts new processes, so that a failing variant only gives a row with its error.
+    All GPUs are used. This library uses LARS, and Lightning's strategies use fused SGD. Each round measures every
+    variant in new processes, so that a failing variant only adds its error to the table.
     """
     if request.on_cuda:
         num_ranks = request.num_gpus
@@ -241,9 +241,9 @@ _Errors = dict[tuple[str, int], AssertionError]
 
 
 def _sample_arms(request: CheckRequest, num_ranks: int) -> tuple[_Samples, _Errors]:
-    """Measure every variant in turns, and `ours, 16-true` also on one rank.
+    """Measure the throughput of every variant in turn, and of `ours, 16-true` on one rank too.
 
-    Returns the samples of each variant, and the errors of variants that failed.
+    Returns the samples of each variant in images per second, and the errors of variants that failed.
     """
     samples: _Samples = {(arm, num_ranks): [] for arm in RESNET_ARMS}
     samples.setdefault(("ours, 16-true", 1), [])
@@ -285,9 +285,9 @@ def _table_of_arms(request: CheckRequest, samples: _Samples, errors: _Errors) ->
 
 
 def sums(request: CheckRequest) -> Details:
-    """Time all-reduces of 1, 25 and 100 MiB in fp16, and compare them with the planner's prediction.
+    """Time fp16 all-reduces of 1, 25 and 100 MiB, and compare the times with the planner's predictions.
 
-    Both the backend's all-reduce and the engine's are timed.
+    Both the backend's all-reduce and this library's engine are timed. On a CPU the sizes are 1 and 4 MiB.
     """
     backend, num_ranks, _ = layout(request)
     if request.on_cuda and backend == "gloo":
@@ -344,7 +344,7 @@ def _row_of_sum(
 
 
 def _timed_sums(backend: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
-    """Return the seconds of an all-reduce by the backend and by the engine, for each size in MiB."""
+    """Time all-reduces of several sizes on one rank, and return the seconds of backend and engine by size."""
     device = _device_of(request, rank)
     limit = timedelta(seconds=60)
     if request.on_cuda:
@@ -374,7 +374,7 @@ def _timed_sums(backend: str, request: CheckRequest, rank: int, num_ranks: int) 
 
 
 def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
-    """Return a one-node cluster with these GPUs from conf/cluster, or None for unknown GPUs.
+    """Return a one-node cluster for the planner, configured for this GPU model, or None if it is unknown.
 
     >>> cluster_of("NVIDIA H200", 8).inside.bytes_per_s, cluster_of("NVIDIA T4", 2)
     (370800000000.0, None)

@@ -1,4 +1,4 @@
-"""Check that runs the GPU tests of the suite with pytest in a separate process."""
+"""Check that runs the GPU tests of the test suite with pytest in a separate process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MARK = re.compile(
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the test files that contain tests with the mark `gpu`.
+    """Return the paths of test files with tests that are marked `gpu`.
 
-    Collecting all tests would take as long as running these, and would need Hydra.
+    Collecting all tests with pytest would take as long as running the marked tests, and would need Hydra.
     """
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if MARK.search(path.read_text())]
 
 
 def gpu_tests(request: CheckRequest) -> Details:
-    """Run `pytest -m gpu`, and fail if a test fails."""
+    """Run all tests that are marked `gpu` with pytest, and raise if one fails."""
     if not request.on_cuda:
         raise NotHere("the tests of `-m gpu` need a GPU")
     if not (ROOT / "tests").is_dir():

@@ -1,4 +1,4 @@
-"""Modules, loaders and callbacks for timed fits on images that are already on the device."""
+"""Modules, loaders and callbacks for timed training runs with images that are already on the device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightning_hybrid.optim import LARS, param_groups
 
 
 def fused_sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Return `torch.optim.SGD(fused=True)`, without weight decay for biases and normalisation."""
+    """Create torch's fused SGD for a network, without weight decay for biases and normalisation layers."""
     groups = param_groups(net, weight_decay=1e-4)
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     return torch.optim.SGD(plain, lr=1e-3, momentum=0.9, fused=True)
 
 
 def fused_lars(net: nn.Module) -> torch.optim.Optimizer:
-    """Return `LARS(fused=True)`, without weight decay and trust ratio for biases and normalisation."""
+    """Create fused LARS, without weight decay and trust ratio for biases and normalisation layers."""
     return LARS(param_groups(net, weight_decay=1e-4), lr=1e-3, momentum=0.9, fused=True)
 
 
 class SameBatch:
-    """Loader that repeats one batch, so that no time is spent on loading."""
+    """Data loader that repeats one batch, so that no time is spent on loading."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], num_batches: int) -> None:
         self._batch = batch
@@ -43,7 +43,7 @@ class SameBatch:
 
 
 class TrainedNet(pl.LightningModule):
-    """LightningModule that trains a network with the optimizer that `make` creates for it."""
+    """LightningModule that trains a classifier with the optimizer that a given function creates."""
 
     def __init__(self, net: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
         super().__init__()
@@ -51,19 +51,19 @@ class TrainedNet(pl.LightningModule):
         self._make = make
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross entropy."""
+        """Return the cross-entropy loss of a batch."""
         images, labels = batch
         return F.cross_entropy(self.net(images).float(), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
+        """Create the optimizer with the function passed to the constructor."""
         return self._make(self.net)
 
 
 class FitClock(Callback):
     """Callback that measures the time from the start of step `begin` to the end of step `end - 1`.
 
-    Both measurements wait for the device.
+    Before it reads the clock, it waits for the device.
     """
 
     def __init__(self, *, begin: int, end: int) -> None:

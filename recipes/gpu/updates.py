@@ -1,6 +1,7 @@
-"""Timing of one optimizer update on the device and on the host.
+"""Timing of optimizer updates, separately on the device and on the host.
 
-A single update between two synchronisations would show only the larger time, which for few kernels is Python's.
+Timing a single update between two synchronisations would give only the larger of both times. With few kernels, that is
+the time of Python.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Return the step of torch's fused SGD with fp32 tensors, which is the lower bound for LARS.
+    """Return the `step` method of torch's fused SGD on fp32 tensors, whose time is a lower bound for LARS.
 
-    It has neither trust ratio nor half precision.
+    This step computes no trust ratio and does not use half precision.
     """
     params = _weights(shapes, device)
     for param in params:
@@ -32,9 +33,9 @@ def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callab
 
 
 def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Return the step of torch's fused AdamW with fp32 tensors, which is the lower bound for LAMB.
+    """Return the `step` method of torch's fused AdamW on fp32 tensors, whose time is a lower bound for LAMB.
 
-    It has no trust ratio.
+    This step computes no trust ratio.
     """
     params = _weights(shapes, device)
     for param in params:
@@ -49,7 +50,7 @@ def ours(
     *,
     fused: bool,
 ) -> Callable[[], object]:
-    """Return the step of `LARS` or `LAMB` from scaled fp16 gradients to fp32 weights, with overflow check."""
+    """Return a function that runs a step of `LARS` or `LAMB` with scaled fp16 gradients and fp32 weights."""
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None
@@ -96,9 +97,10 @@ class _Operations(TorchDispatchMode):
 
 
 def calls_in_a_row(step: Callable[[], object]) -> int:
-    """Return the number of calls of `step` that fit into a GPU's queue, at most 20.
+    """Return how many calls of `step` fit into the launch queue of a GPU, but at most 20.
 
-    It runs `step` once and counts torch operations. Each launches hardly more than one kernel per list of tensors.
+    The function runs `step` once and counts torch operations. Each operation launches hardly more than one kernel per
+    list of tensors.
 
     >>> weights = [torch.zeros(2) for _ in range(100)]
     >>> calls_in_a_row(lambda: [weight.add_(1) for weight in weights]), calls_in_a_row(lambda: weights[0].add_(1))
@@ -116,11 +118,11 @@ MAX_SLEEP_S = 0.2
 def time_one(
     step: Callable[[], object], device: torch.device, *, num_in_a_row: int = 1
 ) -> tuple[float, float]:
-    """Return the time of one step on the device and on the host, in seconds.
+    """Return the seconds that one step takes on the device and on the host.
 
     On CUDA, `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host needs to enqueue
-    them. The device then runs them without a gap. They must be less than a thousand launches, which a GPU's queue
-    holds, see `calls_in_a_row`. If a step synchronises, both times include that wait.
+    the steps. The device then runs them without a gap. The steps must have fewer than a thousand kernel launches, which
+    is the capacity of a GPU's queue (see `calls_in_a_row`). If a step synchronises, both times include that wait.
     """
     if device.type != "cuda":
         begin_s = time.perf_counter()
@@ -156,7 +158,7 @@ w, v. LAMB reads w, m, v once more. On CUDA, LAMB works on lists of tensors and 
 
 
 def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int = 15) -> float:
-    """Return the bytes per second, read and written, of copying a tensor on the device."""
+    """Return the memory bandwidth in bytes per second, read and written, of copying a tensor on the device."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
     times_s = [

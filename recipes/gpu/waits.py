@@ -1,4 +1,4 @@
-"""Checks of stream synchronisation: no stream reads too early, and no step makes the host wait."""
+"""Checks that no CUDA stream reads data before it is written, and that no step makes the host wait."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _OWN = (__file__, warnings.__file__)
 
 
 def waits(request: CheckRequest) -> Details:
-    """Check for premature reads between streams, by delaying every write by 10 ms and changing its values.
+    """Check that no CUDA stream reads data before another stream has written it, by delaying the writes.
 
-    It covers the results of all-reduces, gradients in backward, prefetched batches and copies for checkpoints. Each fit
-    must be bit-identical to one in which the host synchronises with the device at every such point.
+    Writes are delayed by 10 ms and change the values. The check covers the results of all-reduces, gradients in
+    backward, prefetched batches and copies for checkpoints. Each training run must be bit-identical to a run in which
+    the host synchronises with the device at every delayed write.
     """
 
     def late(*, is_safe: bool) -> dict[str, dict[str, Tensor]]:
@@ -74,7 +75,7 @@ def waits(request: CheckRequest) -> Details:
 
 
 class _Doubled:
-    """Loader whose batches are doubled on the stream on which the prefetcher moves them."""
+    """Loader that changes each batch on the stream with which the prefetcher copies it to the device."""
 
     def __init__(self, batches: DataLoader, change: Callable[[Tensor], Tensor]) -> None:
         self.batches = batches
@@ -87,13 +88,13 @@ class _Doubled:
         return len(self.batches)
 
     def on_device(self, batch: Any) -> Any:
-        """Double the images that `DevicePrefetcher` moved, on its stream."""
+        """Change the images of a batch on the stream of `DevicePrefetcher`, which calls this method."""
         return [self.change(batch[0]), batch[1]]
 
 
 @contextmanager
 def _finishing_with(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change the result of every all-reduce on the stream of its last stage while the context is active."""
+    """Context manager that applies a function to the result of every all-reduce, on its last stream."""
     original = CommEngine.submit
 
     def submit(self: CommEngine, flat: Tensor, **settings: Any) -> Any:
@@ -119,11 +120,11 @@ def _synchronize(request: CheckRequest) -> None:
         torch.cuda.synchronize()
 
 
-# ---- who waits -------------------------------------------------------------------------------------------------------
+# ---- host synchronisation --------------------------------------------------------------------------------------------
 
 
 class _Watches(pl.Callback):
-    """Callback that counts synchronisations by file and line, in steps 4 to 6 of the epoch."""
+    """Callback that counts device synchronisations by source line, in batches 4 to 6 of an epoch."""
 
     def __init__(self, request: CheckRequest) -> None:
         self.request = request
@@ -149,7 +150,7 @@ class _Watches(pl.Callback):
         self._catching.__exit__(None, None, None)
 
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
-        """Record the innermost line outside of torch and `warnings` that caused a synchronisation warning."""
+        """Count the source line that caused a synchronisation warning, ignoring frames inside torch."""
         if "synchroniz" in str(message):
             frames = [
                 f
@@ -161,9 +162,9 @@ class _Watches(pl.Callback):
 
 
 def who_waits(request: CheckRequest) -> Details:
-    """Check that no line of the library synchronises with the device in three steps.
+    """Check that no code of this library synchronises with the device during a training step.
 
-    The table lists all lines that do.
+    Three steps per optimizer are observed. The table lists all source lines that synchronise.
     """
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):

@@ -1,4 +1,4 @@
-"""Processes and layout of ranks, and checks of all-reduce algorithms on one rank."""
+"""Functions that start the ranks of a check as processes, and checks of the all-reduce algorithms."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ RunOfRank = Callable[[CheckRequest, int, int], Details]
 
 
 def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that each algorithm leaves the tensor bit-identical on one rank.
+    """Check that each all-reduce algorithm leaves a tensor unchanged if there is only one rank.
 
-    It uses the backend's communicators of one rank.
+    The stages of the algorithms use a process group of one rank.
     """
     if is_other_class:
         use_other_class(request)
@@ -64,7 +64,7 @@ def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
 
 
 def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small integers that depend on the rank, whose sums are exact in every dtype."""
+    """Return a tensor of small integers that depend on the rank. Their sums are exact in every dtype."""
     return ((torch.arange(numel) * 7 + rank * 3) % 13 - 6).to(dtype).to(device)
 
 
@@ -72,7 +72,7 @@ def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -
 
 
 def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str, int, int]:
-    """Return the backend, the number of ranks, and the number of ranks per emulated host.
+    """Choose the backend, the number of ranks and the number of ranks per emulated host for this machine.
 
     With several GPUs each rank has its own GPU over NCCL. With one GPU the ranks share it over Gloo, each as its own
     host. `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
@@ -95,10 +95,10 @@ def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str,
 
 
 def use_other_class(request: CheckRequest) -> None:
-    """Select NCCL's other process-group class for this process and its ranks.
+    """Select the NCCL process-group class that is not torch's default, for this process and its ranks.
 
     Raises:
-        NotHere: There is no GPU, or only one class.
+        NotHere: There is no GPU, or this version of torch has only one class.
     """
     if not request.on_cuda or not hasattr(dist, "ProcessGroupNCCL2"):
         raise NotHere("this torch has one class of NCCL" if request.on_cuda else "NCCL needs a GPU")
@@ -108,13 +108,13 @@ def use_other_class(request: CheckRequest) -> None:
 
 
 class KnownSums(pl.Callback):
-    """Callback that checks all-reduces with known results before training, when the process group exists."""
+    """Callback that checks all-reduces of known values when training starts."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All-reduce small integers with a separate engine, and compare the results."""
+        """All-reduce small integers with a separate engine, and raise if a result is wrong."""
         rank = trainer.global_rank
         world_size = trainer.world_size
         device = trainer.strategy.root_device
@@ -155,7 +155,7 @@ def run_world(
     per_host: int | None = None,
     may_die: tuple[int, ...] = (),
 ) -> list[Details]:
-    """Run `run(request, rank, num_ranks)` on each rank in a new process, and return the results.
+    """Call `run(request, rank, num_ranks)` in one new process per rank, and return the results by rank.
 
     `per_host`: number of ranks per emulated host, each with its own device. Hosts share the devices. None: all ranks
     are on one host. `may_die`: ranks whose failure is ignored.
@@ -210,7 +210,7 @@ def run_world(
 
 
 def is_of_time(error: BaseException) -> bool:
-    """Return whether the error of a rank is a timeout.
+    """Return whether an error is a timeout, according to its type or message.
 
     >>> is_of_time(RuntimeError("wait timeout after 15000ms")), is_of_time(RuntimeError("the sum is wrong"))
     (True, False)
@@ -232,9 +232,10 @@ def _be_rank(
     port: int,
     group: int,
 ) -> None:
-    """Run one rank in this process, with the environment variables of torchrun.
+    """Run one rank of a check as the main function of a child process, and write its result to a file.
 
-    It joins the process group of its check. There is one host, or several with `per_host` ranks each.
+    The environment variables are set as torchrun sets them. The process joins the process group of its check. There is
+    one emulated host, or several with `per_host` ranks each.
     """
     os.setpgid(0, group)
     with (request.folder / f"rank{rank}.log").open("ab", buffering=0) as log:

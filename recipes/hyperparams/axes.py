@@ -1,4 +1,4 @@
-"""Search axes: configuration keys, each with a range of values."""
+"""Axes of a hyper-parameter search, which are configuration keys with a range of values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Point = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Evenly spaced values of one configuration key, on a logarithmic or a linear scale.
+    """Search range of one configuration key, with evenly spaced values on a logarithmic or linear scale.
 
     Raises:
         ValueError: The range is empty, it holds a single value, or a logarithmic range reaches zero.
@@ -53,13 +53,13 @@ class Axis:
 
     @property
     def spacing(self) -> float:
-        """Step from one grid value to the next: a factor on the logarithmic scale, otherwise a difference."""
+        """Ratio of two neighbouring grid values on the logarithmic scale, or their difference on the linear one."""
         if self.scale == "log":
             return float((self.high / self.low) ** (1 / (self.num - 1)))
         return (self.high - self.low) / (self.num - 1)
 
     def shifted(self, value: float, num_steps: float) -> float:
-        """Return the value `num_steps` grid steps above `value`, to six digits.
+        """Return the value that is `num_steps` grid steps above `value`, rounded to six digits.
 
         >>> Axis(key="lr", low=0.01, high=100.0, num=3).shifted(1.0, -0.5)
         0.1
@@ -70,26 +70,28 @@ class Axis:
         return float(f"{shifted:.6g}")
 
     def values(self) -> list[float]:
-        """Return the grid values from `low` to `high`."""
+        """Return all grid values from `low` to `high`."""
         return [self.shifted(self.low, index) for index in range(self.num)]
 
     def is_edge(self, value: float) -> bool:
-        """Return whether a value lies at an end of the range, so that better ones may lie outside."""
+        """Return whether a value lies at an end of the range or outside of it."""
         return value <= self.low or value >= self.high
 
     def distribution(self) -> FloatDistribution:
-        """Return the range from `low` to `high` as an Optuna distribution."""
+        """Convert the range from `low` to `high` to an Optuna distribution."""
         return FloatDistribution(self.low, self.high, log=self.scale == "log")
 
     def widened(self) -> Axis:
-        """Return the axis with one more grid value below and above."""
+        """Return a copy of the axis, extended by one grid value at each end."""
         low = self.shifted(self.low, -1)
         high = self.shifted(self.high, 1)
         return replace(self, low=low, high=high, num=self.num + 2)
 
 
 def axes_from(config: Mapping[str, Any], *, parent: str = "") -> list[Axis]:
-    """Create axes from nested configuration keys. A mapping with `low` or `high` is an axis.
+    """Create search axes from nested mappings of the configuration.
+
+    A mapping with `low` or `high` is an axis.
 
     Raises:
         ValueError: There is no axis, or a value stands where an axis should be.
@@ -129,7 +131,7 @@ def _axis(key: str, options: Mapping[str, Any]) -> Axis:
 
 
 def overrides_of(point: Mapping[str, float]) -> tuple[str, ...]:
-    """Format a point as command-line overrides.
+    """Format hyper-parameter values as command-line overrides.
 
     >>> overrides_of({"optim.lr": 0.5, "optim.weight_decay": 1e-4})
     ('optim.lr=0.5', 'optim.weight_decay=0.0001')

@@ -1,4 +1,4 @@
-"""Optuna sampler that searches from coarse to fine."""
+"""Optuna sampler that starts with a coarse grid and refines it around the best trial."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from recipes.hyperparams.outcome import best_of, has_ended, was_interrupted
 
 
 class CoarseToFine(BaseSampler):
-    """Optuna sampler with a wide grid, then ever finer grids around the best point (Jia et al. 2018).
+    """Optuna sampler with a coarse grid, followed by finer grids around the best trial (Jia et al. 2018).
 
-    The authors (arXiv:1807.11205) say that they first took large steps to find a good region and refined there. They do
-    not say how many steps or how large. Grid, zoom and rounds are therefore options, and the defaults are our choice.
+    The authors (arXiv:1807.11205) report that they first used large steps to find a good region and refined the search
+    there, but give no number or size of steps. Grid, zoom and rounds are therefore options, and the defaults are our
+    choice.
 
     The rounds depend only on the trials in the study, so a resumed search continues at the same point. A round begins
     when all trials of the previous round have ended.
@@ -48,18 +49,18 @@ class CoarseToFine(BaseSampler):
         self.num_trials = num_in_grid + (num_rounds - 1) * num_neighbours
 
     def rounds(self, study: Study) -> list[list[FrozenTrial]]:
-        """Return the trials of this search that have ended, grouped by round."""
+        """Return the finished trials of this search, grouped by round."""
         trials = study.get_trials(deepcopy=False)
         return [_ended_at(points, trials) for points in self._rounds_of_points(study)]
 
     def has_next(self, study: Study) -> bool:
-        """Return whether a point of the last round has no trial yet."""
+        """Return whether the current round has a grid point for which no trial was started yet."""
         return bool(self._free_points(study))
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """Return the distributions of all keys, because a point is sampled as a whole."""
+        """Return the distributions of all keys, because the sampler chooses their values together."""
         return {axis.key: axis.distribution() for axis in self.axes}
 
     def sample_relative(
@@ -68,7 +69,7 @@ class CoarseToFine(BaseSampler):
         trial: FrozenTrial,
         search_space: dict[str, BaseDistribution],
     ) -> dict[str, Any]:
-        """Return the first point that has no trial yet."""
+        """Return the first grid point of the current round for which no trial was started yet."""
         return self._free_points(study)[0]
 
     def sample_independent(
@@ -78,7 +79,7 @@ class CoarseToFine(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        """Raise an error for a key that is not one of the axes.
+        """Raise an error, because Optuna calls this method only for a key that is not one of the axes.
 
         Raises:
             ValueError: Always.
@@ -96,7 +97,7 @@ class CoarseToFine(BaseSampler):
         return [point for point in points if _key(point) not in taken]
 
     def _rounds_of_points(self, study: Study) -> list[list[Point]]:
-        """Return the grid points of each round that can be determined from the trials so far."""
+        """Return the grid points of all rounds that have begun. A round begins when the previous one has ended."""
         trials = study.get_trials(deepcopy=False)
         rounds = [_product(self.axes, [axis.values() for axis in self.axes])]
         ended = _ended_at(rounds[0], trials)
@@ -110,7 +111,7 @@ class CoarseToFine(BaseSampler):
         return rounds
 
     def _neighbours(self, centre: Point, level: int) -> list[Point]:
-        """Return the points around `centre`, at a distance of `1 / zoom**level` grid steps."""
+        """Return the neighbours of a grid point, at a distance of `1 / zoom**level` steps of the first grid."""
         step = 1 / self.zoom**level
         values = []
         for axis in self.axes:
@@ -126,7 +127,7 @@ def _product(axes: Sequence[Axis], values: Iterable[Iterable[float]]) -> list[Po
 
 
 def _ended_at(points: Sequence[Point], trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the ended trial of each point that has one, in the order of the points."""
+    """Return the finished trials at the given grid points, in the order of the points."""
     trial_at: dict[frozenset[tuple[str, float]], FrozenTrial] = {}
     for trial in trials:
         if has_ended(trial):

@@ -1,4 +1,4 @@
-"""File locks with which processes that share a search know which trials are running."""
+"""File locks by which processes that share a search detect which trials are still running."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class TrialLocks:
-    """Locks of running trials, one byte of a file per trial.
+    """File locks that mark running trials, with one byte of the lock file per trial.
 
     The kernel releases the locks of a process when it exits for any reason.
 
@@ -24,7 +24,7 @@ class TrialLocks:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Prevent other processes from starting a trial, so that no point is sampled twice."""
+        """Context manager that lets only one process at a time start a trial, so that no trial runs twice."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 0, os.SEEK_SET)
         try:
             yield
@@ -32,11 +32,11 @@ class TrialLocks:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0, os.SEEK_SET)
 
     def hold(self, number: int) -> None:
-        """Lock a running trial."""
+        """Acquire the lock that marks a trial as running in this process."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, number + 1, os.SEEK_SET)
 
     def release(self, number: int) -> None:
-        """Unlock a trial that has ended."""
+        """Release the lock of a trial that has ended."""
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number + 1, os.SEEK_SET)
 
     def is_held_elsewhere(self, number: int) -> bool:

@@ -23,13 +23,13 @@ STATES: dict[Status, TrialState] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one trial.
+    """Result of one trial, with its status, objective and metrics.
 
     Attributes:
         status: `done`, `stopped` (by the pruner), `diverged` (the loss is not finite, or the final accuracy is no
             better than guessing) or `failed` (an error).
-        reason: Reason why the trial is not done.
-        value: Objective of a trial that is done.
+        reason: Reason why the trial was stopped, diverged or failed. Empty if it is done.
+        value: Objective of a trial that is done. None for other trials.
         metrics: All metrics at the end of the trial.
     """
 
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def status_of(trial: FrozenTrial) -> Status:
-    """Return the status of a trial that has ended."""
+    """Return the recorded status of a trial that has ended, such as `done` or `failed`."""
     status: Status = trial.user_attrs["status"]
     return status
 
@@ -52,12 +52,12 @@ def was_interrupted(trial: FrozenTrial) -> bool:
 
 
 def has_ended(trial: FrozenTrial) -> bool:
-    """Return whether a trial has ended by itself, successfully or not."""
+    """Return whether a trial has ended with a result or an error, and was not interrupted."""
     return trial.state.is_finished() and not was_interrupted(trial)
 
 
 def sort_key(trial: FrozenTrial, direction: StudyDirection) -> tuple[int, float]:
-    """Return a sort key, best first: trials that are done by value, then stopped ones, then the others."""
+    """Return a key that sorts trials from best to worst: done, then stopped, then diverged or failed."""
     status = status_of(trial)
     if status in ("diverged", "failed") or trial.value is None or not math.isfinite(trial.value):
         return 2, 0.0
@@ -68,6 +68,6 @@ def sort_key(trial: FrozenTrial, direction: StudyDirection) -> tuple[int, float]
 
 
 def best_of(trials: Iterable[FrozenTrial], direction: StudyDirection) -> FrozenTrial | None:
-    """Return the best trial that is done, or None. The first of equal trials wins."""
+    """Return the best completed trial, or None if there is none. The first of equal trials is preferred."""
     done = [trial for trial in trials if sort_key(trial, direction)[0] == 0]
     return min(done, key=lambda trial: sort_key(trial, direction), default=None)

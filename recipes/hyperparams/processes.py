@@ -1,4 +1,4 @@
-"""Processes of a trial, one per rank, forked from a server that has already imported everything."""
+"""Processes of a trial, one per rank, forked from a server that has already imported all modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRELOADED = ["recipes.hyperparams.trial", "recipes.datasets.digits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Intermediate value of the objective during a trial.
+    """Intermediate value of the objective, which a running trial reports to the pruner.
 
     Attributes:
         percent: Percentage of the run that is complete.
@@ -40,14 +40,14 @@ AskPruner = Callable[[Report], bool]
 
 
 class RunTrial(Protocol):
-    """Protocol of a function that runs one trial. It is pickled for other processes."""
+    """Protocol of a picklable function that runs one trial in another process."""
 
     def __call__(self, overrides: tuple[str, ...], ask_pruner: AskPruner) -> Outcome:
-        """Run the trial with these overrides, and return its outcome."""
+        """Run one trial with the given overrides, and return its outcome."""
 
 
 class TrialProcesses:
-    """Processes that run one trial, one per rank.
+    """Child processes that run one trial, with one process per rank.
 
     Args:
         run_trial: Function that runs the trial, in every process.
@@ -87,7 +87,10 @@ class TrialProcesses:
             self._processes.append(process)
 
     def receive(self, connection: Connection) -> Report | Outcome | None:
-        """Return a report, the outcome of the trial, or None if a rank other than zero ended normally."""
+        """Receive a report or the outcome of the trial from one rank.
+
+        None means that a rank other than zero ended normally. If a process died, the outcome is a failure.
+        """
         rank = self._ranks[connection]
         try:
             message: Report | Outcome = connection.recv()
@@ -102,7 +105,7 @@ class TrialProcesses:
         return None
 
     def kill(self) -> None:
-        """Kill all processes. Ranks may be waiting for one that failed."""
+        """Kill all processes of the trial. If one rank failed, others may still be waiting for it."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -111,7 +114,7 @@ class TrialProcesses:
 
 
 def run_safely(run_trial: RunTrial, overrides: tuple[str, ...], ask_pruner: AskPruner) -> Outcome:
-    """Run a trial and return its outcome. An exception counts as a failed outcome."""
+    """Run a trial, and return its outcome. If the trial raises an exception, return a failed outcome."""
     try:
         return run_trial(overrides, ask_pruner)
     except Exception as error:  # not SystemExit: Lightning turns SIGTERM and Ctrl-C into one
@@ -120,16 +123,16 @@ def run_safely(run_trial: RunTrial, overrides: tuple[str, ...], ask_pruner: AskP
 
 
 def _make_importable() -> None:
-    """Add this checkout to `PYTHONPATH`, so that the fork server can import it."""
+    """Add this checkout to `PYTHONPATH`, so that the fork server can import its modules."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(ROOT) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank for Lightning.
+    """Return the environment variables with which Lightning starts each rank of a trial.
 
-    A trial with one process needs none.
+    A trial with one process needs no variables.
     """
     if num_ranks == 1:
         return [{}]
@@ -152,7 +155,7 @@ def _run_rank(
     log: Path | None,
     connection: Connection,
 ) -> None:
-    """Run the trial as one rank, and send its outcome to the parent process."""
+    """Run one rank of a trial as the main function of a child process, and send its outcome to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)

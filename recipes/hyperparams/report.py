@@ -1,4 +1,4 @@
-"""Report of a search: a row for each trial as it ends, a table of all trials and a figure."""
+"""Report of a hyper-parameter search, with a printed row per trial, a table of all trials and a figure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 11
 
 @dataclass(frozen=True, kw_only=True)
 class SearchReport:
-    """Report of a search.
+    """Report that formats the trials of a hyper-parameter search as rows, a table and a figure.
 
     Attributes:
         axes: Axes of the search.
@@ -42,11 +42,11 @@ class SearchReport:
     direction: StudyDirection
 
     def header(self) -> str:
-        """Return the header of the rows that are printed while the search runs."""
+        """Return the header line of the rows that `row` formats."""
         return self._line(["trial", *self._keys(), self.objective, "status", "seconds", "reason"])
 
     def row(self, trial: FrozenTrial, *, num_ended: int, num_trials: int) -> str:
-        """Return the row of a trial that has just ended."""
+        """Format one trial that has ended as a row for the terminal."""
         return self._line([f"{num_ended} of {num_trials}", *self._cells(trial)])
 
     def table(self, rounds: Rounds) -> str:
@@ -64,15 +64,15 @@ class SearchReport:
         )
 
     def best(self, rounds: Rounds) -> FrozenTrial | None:
-        """Return the best trial that is done, or None."""
+        """Return the best completed trial, or None if there is none."""
         return best_of(self._sorted(rounds), self.direction)
 
     def edges(self, best: FrozenTrial) -> list[str]:
-        """Return the keys whose best value lies at an end of the range or beyond it."""
+        """Return the keys for which the best trial has a value at an end of the search range or beyond."""
         return [axis.key for axis in self.axes if axis.is_edge(best.params[axis.key])]
 
     def write(self, folder: Path, study: Study, rounds: Rounds) -> None:
-        """Write `table.md` and `search.svg` into `folder`."""
+        """Write the table and the figure of the search, `table.md` and `search.svg`, into a folder."""
         (folder / "table.md").write_text(self.table(rounds) + "\n")
         with matplotlib.rc_context(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)

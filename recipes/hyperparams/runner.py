@@ -1,4 +1,4 @@
-"""Runner of the trials of a search, several in parallel."""
+"""Runner that executes the trials of a hyper-parameter search in parallel."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class RunningTrial:
-    """Running trial of the study, and its processes."""
+    """Trial that is currently running, together with its processes."""
 
     trial: Trial
     processes: TrialProcesses
 
     def handle_messages(self, ready: Sequence[Any]) -> Outcome | None:
-        """Handle messages that have arrived, and return the outcome of the trial if it is one of them.
+        """Handle messages from the processes of the trial, and return its outcome if it has arrived.
 
-        A report is answered with the decision of the pruner.
+        `ready` contains the connections with messages. A report is answered with the decision of the pruner.
         """
         for connection in list(self.processes.connections):
             if connection not in ready:
@@ -49,7 +49,7 @@ class RunningTrial:
 
 
 class TrialRunner:
-    """Runner of the trials of a search, several in parallel.
+    """Runner that executes the trials of a search, several in parallel.
 
     Args:
         search: Search that the trials belong to.
@@ -83,7 +83,7 @@ class TrialRunner:
         self._running: list[RunningTrial] = []
 
     def run(self) -> None:
-        """Run trials until the search is complete or its time is over."""
+        """Run trials until the search is complete or its time budget is used up."""
         self._deadline_s = time.monotonic() + self.budget_s
         try:
             while True:
@@ -113,11 +113,11 @@ class TrialRunner:
         return time.monotonic() >= self._deadline_s
 
     def _must_wait(self) -> bool:
-        """Return whether this process must wait because trials of other processes are still running."""
+        """Return whether to keep waiting, because other processes are still running trials of this search."""
         return not self._is_out_of_time() and self.search.others_run()
 
     def _handle_messages(self) -> None:
-        """Handle the messages that have arrived, and wait a short time if there are none."""
+        """Wait briefly for messages of running trials, handle them, and record trials that have ended."""
         connections = []
         for running in self._running:
             connections.extend(running.processes.connections)

@@ -1,4 +1,4 @@
-"""Search in the form of an Optuna study in a directory that processes share."""
+"""Hyper-parameter search stored as an Optuna study in a directory, which several processes can share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
 
 
 class Search:
-    """Optuna study in a directory.
+    """Hyper-parameter search whose trials are stored in an Optuna study in a directory.
 
     Several searches with the same directory, one after the other or in parallel, share the trials.
 
@@ -97,17 +97,17 @@ class Search:
             )
 
     def rounds(self) -> list[list[FrozenTrial]]:
-        """Return the trials that have ended, grouped by round."""
+        """Return the finished trials, grouped by round. Only `CoarseToFine` has more than one round."""
         if self._coarse_to_fine is not None:
             return self._coarse_to_fine.rounds(self.study)
         return [[trial for trial in self.study.get_trials(deepcopy=False) if has_ended(trial)]]
 
     def num_ended(self) -> int:
-        """Return the number of trials that have ended."""
+        """Return the number of finished trials."""
         return sum(len(trials) for trials in self.rounds())
 
     def start_trial(self) -> Trial | None:
-        """Return the next trial, or None if no trial can start now."""
+        """Start the next trial and return it, or return None if no trial can start at present."""
         with self._locks.starting():
             self._fail_interrupted()
             if not self._has_next():
@@ -118,7 +118,7 @@ class Search:
             return trial
 
     def end_trial(self, trial: Trial, outcome: Outcome) -> FrozenTrial:
-        """Record the outcome of a trial, and return the trial."""
+        """Record the outcome of a trial in the study, and return the finished trial."""
         trial.set_user_attr("status", outcome.status)
         trial.set_user_attr("reason", outcome.reason)
         trial.set_user_attr("metrics", dict(outcome.metrics))
@@ -134,7 +134,7 @@ class Search:
             return any(trial.number not in self._held for trial in self._running_trials())
 
     def is_complete(self) -> bool:
-        """Return whether no trial is left to run."""
+        """Return whether no trial is left to run and no other process is running a trial."""
         return not self.others_run() and not self._has_next()
 
     def _has_next(self) -> bool:
@@ -147,14 +147,14 @@ class Search:
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     def _fail_interrupted(self) -> None:
-        """Mark trials whose process was killed as interrupted."""
+        """Mark running trials as failed if their process no longer exists, so that they run again."""
         for trial in self._running_trials():
             if trial.number not in self._held and not self._locks.is_held_elsewhere(trial.number):
                 self.study.tell(trial.number, state=TrialState.FAIL)
 
 
 def _journal(path: Path) -> JournalStorage:
-    """Open the journal after removing an incomplete last line, which a killed process may have left."""
+    """Open an Optuna journal, after removing the last line if a killed process left it incomplete."""
     lock = JournalFileOpenLock(str(path))
     lock.acquire()
     try:

@@ -1,4 +1,4 @@
-"""Trial of a search: a run of `recipes/train.py` with some keys changed."""
+"""Trial of a hyper-parameter search, which runs `recipes/train.py` with some keys changed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 @contextmanager
 def _no_other_hydra() -> Iterator[None]:
-    """Deactivate the search's Hydra instance while the configuration of a trial is composed.
+    """Context manager that deactivates the Hydra instance of the search to compose another configuration.
 
-    Hydra holds one configuration per process.
+    Hydra allows only one instance per process.
     """
     state = GlobalHydra.instance()
     outer = state.hydra
@@ -47,7 +47,7 @@ def _no_other_hydra() -> Iterator[None]:
 
 
 def compose_trial(overrides: Sequence[str]) -> DictConfig:
-    """Compose `conf/train.yaml` with overrides."""
+    """Compose the configuration of `recipes/train.py` with overrides."""
     with _no_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", overrides=list(overrides))
 
@@ -70,7 +70,7 @@ def configured(overrides: Sequence[str], *, run_dir: str) -> DictConfig:
 
 
 def num_ranks_of(cfg: DictConfig) -> int:
-    """Return the number of processes of a trial."""
+    """Return the number of processes that a trial with this configuration starts."""
     return num_ranks(cfg.trainer.devices, cfg.trainer.num_nodes, cfg.trainer.accelerator)
 
 
@@ -88,9 +88,9 @@ def settings_of(base: Sequence[str], *, objective: str, mode: str) -> str:
 
 
 class Watch(Callback):
-    """Callback that reports the objective, and ends a trial that diverges or that the pruner stops.
+    """Callback that reports the objective to the pruner, and ends a trial that diverges or is pruned.
 
-    Validation may be as rare as needed. The training loss is read every `log_every_n_steps` steps and at the end.
+    Validation may be infrequent. The training loss is read every `log_every_n_steps` steps and at the end.
 
     Args:
         objective: Name of a metric that validation logs.
@@ -105,7 +105,7 @@ class Watch(Callback):
         self.reason = ""
 
     def end(self, status: Status, reason: str) -> None:
-        """Record the status and reason of a trial that is not done."""
+        """Record the status of a trial that ends early, and the reason."""
         self.status = status
         self.reason = reason
 
@@ -117,7 +117,7 @@ class Watch(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Check at logged steps, and at the end, that the loss is finite."""
+        """Stop training if the loss is not finite. The loss is read at logged steps and in the last step."""
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         # Reading the loss waits for the device: do so only at logged steps, and once at the end.
         if not is_last and trainer.global_step % trainer.log_every_n_steps != 0:  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ class Watch(Callback):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the objective, and stop if it is not finite or the pruner says so."""
+        """Report the objective, and stop training if it is not finite or the pruner decides to stop."""
         is_in_training = trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking
         if (
             not is_in_training
@@ -156,7 +156,7 @@ class Watch(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTrial:
-    """Trial of `recipes/train.py`: a fit, a validation and, by default, a test.
+    """Callable that runs one trial of `recipes/train.py` with training, validation and a test.
 
     The test is skipped if `trainer.limit_test_batches` is 0.
 
@@ -171,7 +171,7 @@ class TrainTrial:
     run_dir: str
 
     def __call__(self, overrides: tuple[str, ...], ask_pruner: AskPruner) -> Outcome:
-        """Run the trial with these overrides, and return its outcome."""
+        """Train with the given overrides, and return the outcome of the trial."""
         _silence_lightning()
         launch.register_resolvers()
         folder = Path(self.run_dir) / ",".join(overrides)
@@ -187,7 +187,7 @@ class TrainTrial:
         if watch.status != "done":
             return Outcome(status=watch.status, reason=watch.reason, metrics=metrics)
 
-        # The last validation during the fit used the final weights only if it ran at the very end.
+        # The last validation during training used the final weights only if it ran at the very end.
         validated: Mapping[str, Any] = trainer.callback_metrics
         if watch.last_report is None or watch.last_report.percent < 100:
             validated = trainer.validate(module, data, verbose=False)[0]
@@ -233,7 +233,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _silence_lightning() -> None:
-    """Silence Lightning's messages about devices and loaders, which would hide the rows of the search."""
+    """Suppress Lightning's messages about devices and loaders, which would clutter the output of the search."""
     launch.ignore_lightning_warnings()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

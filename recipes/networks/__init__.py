@@ -1,1 +1,1 @@
-"""Networks of the recipes, counts of their floating-point operations, and peak rates of devices."""
+"""Networks of the recipes, counts of their floating-point operations, and peak FLOP/s of devices."""

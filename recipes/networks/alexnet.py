@@ -1,4 +1,4 @@
-"""AlexNet with BatchNorm for large-batch training, for images of any size, and torchvision's AlexNet."""
+"""AlexNet with BatchNorm for large-batch training on images of any size, and torchvision's AlexNet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Conv:
     has_pool: bool
 
     def out_size(self, size: int, *, pool_padding: int) -> int:
-        """Return the height and width of the output in pixels, after the max-pool if there is one."""
+        """Return the output height and width in pixels for a square input, including the max-pool if any."""
         size = (size + 2 * self.padding - self.kernel) // self.stride + 1
         if self.has_pool:
             size = (size + 2 * pool_padding - POOL_KERNEL) // POOL_STRIDE + 1
@@ -39,7 +39,7 @@ class _Conv:
 
 
 class AlexNetBN(nn.Module):
-    """AlexNet with BatchNorm in the convolutions and after the last pooling layer.
+    """AlexNet with BatchNorm after each convolution and after the last pooling layer.
 
     ======  ==================================================  ==================  ============================
     layer   what (defaults: small images)                       channels, features  at ImageNet's size
@@ -81,16 +81,16 @@ class AlexNetBN(nn.Module):
         stem_padding: Padding of conv1, in pixels (2 for ImageNet at 224, 0 at 227); None: half the kernel.
         conv2_kernel: Kernel of conv2, odd, in pixels (5 for ImageNet), padded to keep the size.
         pool_padding: Padding of the poolings, 0 (ImageNet) or 1 pixel.
-        bn_position: Place of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`, which is after the ReLU
-            where there is no pooling, and leaves conv5 to `pool5_bn`.
+        bn_position: Position of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`. The latter is after the
+            ReLU if there is no pooling, and conv5 is then normalised only by `pool5_bn`.
         pool5_bn: BatchNorm after pool5; False is the paper's ablation.
-        conv_bias: Biases in the convolutions; useless with `"before_relu"`, whose BatchNorm takes them away again.
+        conv_bias: Biases in the convolutions; useless with `"before_relu"`, whose BatchNorm subtracts them.
         fc_std: Initial standard deviation of the weights of fc6 and fc7; None: sqrt(2 / fan_in).
         dropout: Probability of a zero after fc6 and fc7.
         bn_eps: Added to the variance; 1e-5 is torch's (Ginsburg's 1e-4).
         bn_momentum: Weight of the new batch in the running statistics; 0.1 is torch's and Ginsburg's.
         checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
-        slice_fc: `"node"`: under `hybrid_allreduce` fc6, fc7 and fc8 are cut over the ranks of a node (see `sliced`).
+        slice_fc: `"node"`: under `hybrid_allreduce` fc6, fc7 and fc8 are tensor-parallel over the ranks of a node.
 
     Shapes: images `"batch in_channels image_size image_size"` -> logits `"batch num_classes"`, in the images' dtype.
 

@@ -1,4 +1,4 @@
-"""BERT for masked language modelling (Devlin et al. 2018, arXiv:1810.04805), from `transformers`."""
+"""BERT for masked language modelling (Devlin et al. 2018, arXiv:1810.04805), built with `transformers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.models.activation_checkpointing import second_pass
 
 
 class Bert(nn.Module):
-    """Randomly initialised `transformers.BertForMaskedLM`. Nothing is downloaded.
+    """Randomly initialised BERT for masked language modelling, from `transformers`. Nothing is downloaded.
 
     Embedding and head share their weight. The head is computed only for masked positions.
 
@@ -69,7 +69,7 @@ class Bert(nn.Module):
 
     @property
     def checkpoint_activations(self) -> bool:
-        """True if activations are recomputed in backward."""
+        """True if activation checkpointing is enabled."""
         return bool(self.network.is_activation_checkpointing)
 
     @checkpoint_activations.setter
@@ -82,7 +82,10 @@ class Bert(nn.Module):
             self.network.activation_checkpointing_disable()
 
     def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the logits of the masked tokens, `"masked num_classes"`. `text` is as in `TextLoader`."""
+        """Return the logits of the masked tokens, `"masked num_classes"`.
+
+        `text` is the pair `(tokens, positions)` of a batch of `TextLoader`.
+        """
         x: Any = text
         for block in self._blocks:
             x = block(*x)
@@ -90,13 +93,13 @@ class Bert(nn.Module):
         return logits
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Return embeddings, layers and head as blocks, between which pipeline stages are cut."""
+        """Return embeddings, layers and head as blocks that pipeline parallelism can assign to stages."""
         return self._blocks
 
     def example(
         self, num_sequences: int, *shape: int, device: torch.device | str
     ) -> tuple[Tensor, Tensor]:
-        """Return an example input for the planner.
+        """Return a batch of zeros as example input, which the planner needs.
 
         The shape `(length,)` gives the sequence length. For the shape of an image, the length is the network's maximum.
         """
@@ -110,7 +113,7 @@ class Bert(nn.Module):
 
 
 class _Beside(nn.Module):
-    """Wrapper of a layer that also passes on the positions of masked tokens."""
+    """Wrapper of a layer that passes the positions of masked tokens to the next layer unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ class _Beside(nn.Module):
 
 
 class _Head(nn.Module):
-    """Wrapper of the head that computes the logits of masked tokens only."""
+    """Wrapper of the prediction head that computes the logits of masked tokens only."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()

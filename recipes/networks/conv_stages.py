@@ -6,7 +6,7 @@ from lightning_hybrid.models.activation_checkpointing import checkpointed
 
 
 def stages_of(features: nn.Sequential) -> list[nn.Module]:
-    """Return the layers in groups that each begin with a convolution."""
+    """Split a sequence of layers into stages that each begin with a convolution."""
     starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
     return [
         features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)
@@ -14,7 +14,7 @@ def stages_of(features: nn.Sequential) -> list[nn.Module]:
 
 
 def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
-    """Compute `features(x)`, optionally with activation checkpointing of each stage."""
+    """Apply a sequence of layers to `x`, optionally with activation checkpointing of each stage."""
     if not checkpoint_activations:
         return features(x)
     for stage in stages_of(features):

@@ -10,7 +10,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """Peak rates of dense matrix products on one device, in FLOP/s. None if unknown.
+    """Peak FLOP/s of dense matrix products on one type of device, by dtype.
+
+    A rate is None if it is unknown.
 
     Attributes:
         device_name: Regular expression for the complete `torch.cuda.get_device_name()`.
@@ -61,7 +63,7 @@ PEAKS = tuple(
 def peak_flops_per_s(
     device_name: str, dtype: torch.dtype, *, allow_tf32: bool = False
 ) -> float | None:
-    """Return the peak rate of dense matrix products on one whole device in FLOP/s, or None if unknown.
+    """Return the peak FLOP/s of dense matrix products on a device, or None if the device is unknown.
 
     Args:
         device_name: Result of `torch.cuda.get_device_name()`. MIG instances and CPUs are unknown.

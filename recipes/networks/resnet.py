@@ -20,7 +20,7 @@ STAGE_CHANNELS = (64, 128, 256, 512)
 
 
 class BasicBlock(nn.Module):
-    """Residual block of ResNet-18 and ResNet-34: two 3x3 convolutions and a shortcut.
+    """Residual block of ResNet-18 and ResNet-34, with two 3x3 convolutions and a shortcut.
 
         y = relu(bn2(conv2(relu(bn1(conv1(x))))) + shortcut(x))
 
@@ -47,14 +47,14 @@ class BasicBlock(nn.Module):
         return self.bn2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `"batch in_channels height width"` to `"batch channels height/stride width/stride"`."""
+        """Return the output of the block, `"batch channels height/stride width/stride"`."""
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.bn2(self.conv2(branch))
         return self.relu(branch + (x if self.downsample is None else self.downsample(x)))
 
 
 class Bottleneck(nn.Module):
-    """Residual block of ResNet-50 and deeper: 1x1, 3x3 and 1x1 convolutions and a shortcut.
+    """Residual block of ResNet-50 and deeper networks, with 1x1, 3x3 and 1x1 convolutions and a shortcut.
 
         y = relu(bn3(conv3(relu(bn2(conv2(relu(bn1(conv1(x)))))))) + shortcut(x))
 
@@ -86,7 +86,7 @@ class Bottleneck(nn.Module):
         return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `"batch in_channels height width"` to `"batch 4*channels height/stride width/stride"`."""
+        """Return the output of the block, `"batch 4*channels height/stride width/stride"`."""
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.relu(self.bn2(self.conv2(branch)))
         branch = self.bn3(self.conv3(branch))

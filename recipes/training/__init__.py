@@ -1,1 +1,1 @@
-"""Training of the recipes: modules, callbacks, loggers, checkpoint resumption and comparison of runs."""
+"""Training code of the recipes: modules, callbacks, loggers, resuming and comparison of runs."""

@@ -27,7 +27,7 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 def build(
     cfg: DictConfig, ckpt_path: str | None = None
 ) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
-    """Build the trainer, module and data module, and validate them before any process starts.
+    """Build and validate the trainer, LightningModule and data module before Lightning starts processes.
 
     Raises:
         ValueError: A value of the configuration is invalid.
@@ -35,7 +35,7 @@ def build(
     keys.check_precision(cfg)
     config_check.check(cfg, keys.TRAIN_KEYS)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
-    # Data first: a missing folder is reported before a large network is built.
+    # The data module is built first, so that a missing folder is reported before a large network is built.
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer = instantiate(cfg.optim)
     schedule = instantiate(cfg.schedule)

@@ -1,4 +1,4 @@
-"""Image classification as a LightningModule: network, loss, accuracy, optimizer and schedule."""
+"""LightningModule for image classification, with loss, accuracy, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -108,19 +108,19 @@ class Classifier(pl.LightningModule):
         )
 
     def forward(self, images: Any) -> Tensor:
-        """Return the logits in fp32 or fp64, so that the loss is computed in full precision."""
+        """Return the logits, converted to at least fp32 so that the loss is computed in full precision."""
         if isinstance(images, Tensor):  # images, and not a pair of tensors for text
             images = images.contiguous(memory_format=self.memory_format)
         logits: Tensor = self.model(images)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the cross entropy of this rank's batch, with label smoothing if it is enabled."""
+        """Return the cross-entropy loss of this rank's batch, with label smoothing if it is enabled."""
         images, labels = batch
         return F.cross_entropy(self(images), labels.flatten(), label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss on the plain labels and the accuracy, averaged over batches and ranks."""
+        """Log the accuracy and the loss without label smoothing, averaged over batches and ranks."""
         images, labels = batch
         logits = self(images)
         labels = labels.flatten()
@@ -144,7 +144,7 @@ class Classifier(pl.LightningModule):
             self.log(m.TEST_ACC_TOP5, self.test_acc_top5, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Create the optimizer on the parameter groups, and the schedule for all steps of the run."""
+        """Create the optimizer with parameter groups, and a learning-rate schedule for the whole run."""
         groups = param_groups(self, weight_decay=self.weight_decay)
         rank_zero_info(groups.report())
         adapted, excluded = groups
@@ -179,10 +179,10 @@ class Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Adapt a resumed schedule to the length of this run, and warn if the checkpoint had another length.
+        """Adapt a resumed learning-rate schedule to the length of this run, and warn if its length changes.
 
-        A schedule restores its length with its state. Without this, a longer run would continue training beyond the end
-        of the schedule in the checkpoint.
+        A schedule restores its length with its state. Without this adaptation, a longer run would continue training
+        beyond the end of the schedule in the checkpoint.
         """
         schedule: Any = self.lr_schedulers()
         saved_steps = {name: getattr(schedule, name, None) for name in self._planned_steps}
@@ -209,7 +209,7 @@ class Classifier(pl.LightningModule):
             )
 
     def _num_steps(self) -> tuple[int, int]:
-        """Return the number of optimizer steps of an epoch and of the run.
+        """Return the number of optimizer steps per epoch and in the whole run.
 
         `trainer.estimated_stepping_batches` is not used: with it Lightning 2.6 keeps a data loader from before the
         checkpoint is read, and a run resumed in the middle of an epoch would silently repeat its epoch.

@@ -1,4 +1,4 @@
-"""Comparison of runs: curves over steps and over time, final metrics and differing keys."""
+"""Comparison of training runs by curves, final metrics and differing configuration keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _COPY = ".kept."
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Finished run, read from `summary.json` and `curves.json` of its directory."""
+    """Finished training run, with the summary and curves read from its directory.
+
+    The files are `summary.json` and `curves.json`.
+    """
 
     name: str
     folder: Path
@@ -52,7 +55,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Flat configuration with dotted keys and, for each part with a `_target_`, the name of its class."""
+        """Flat configuration with dotted keys, in which each `_target_` is replaced by its class name."""
         config = {}
         for key, value in html_page.flatten(self.summary["config"] or {}).items():
             parent, _, name = key.rpartition(".")
@@ -65,7 +68,7 @@ class Run:
         return config
 
     def over_time(self, name: str) -> list[tuple[float, float]]:
-        """Return a curve against the seconds since training began.
+        """Return a curve as pairs of (seconds since the start of training, value).
 
         Times are interpolated between steps whose time is known.
         """
@@ -85,7 +88,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) -> list[Run]:
-    """Read the finished runs of these folders, in the given order.
+    """Read finished runs from their directories, in the given order.
 
     Raises:
         ValueError: There is no folder, a folder is given twice or does not contain a run, a file is damaged, or the
@@ -112,7 +115,7 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
 
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """Read one finished run.
+    """Read one finished run from its directory.
 
     Raises:
         ValueError: The folder does not exist or does not contain a run, or a file is damaged.
@@ -153,7 +156,7 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return names that distinguish folders: their paths relative to the common parent folder.
+    """Return short names that distinguish folders, which are their paths relative to the common parent.
 
     >>> short_names([Path("/runs/a/0"), Path("/runs/b/0")]), short_names([Path("/runs/a")])
     (['a/0', 'b/0'], ['a'])
@@ -166,7 +169,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return the values of each configuration key that differs between runs.
+    """Return each configuration key that differs between runs, with its value in every run.
 
     The value is None for a run without the key. Keys of output directories are left out.
     """
@@ -182,7 +185,7 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return the last value of each metric for every run, and the best value where one is recorded.
+    """Return the last value of each metric in every run, and the best value if one is recorded.
 
     The value is None for a run that does not have the metric.
     """
@@ -196,7 +199,7 @@ def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def text_table(runs: Sequence[Run]) -> str:
-    """Format final accuracy, throughput and time of each run as a table for the terminal."""
+    """Format accuracy, throughput and time of each run as a table for the terminal."""
     rows: list[tuple[str, ...]] = [
         ("run", "steps", "val/acc best", "test/acc", "images/s", "time s")
     ]
@@ -223,7 +226,7 @@ def text_table(runs: Sequence[Run]) -> str:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return a figure panel for each recorded curve, over steps and in some cases over time."""
+    """Return a figure panel for each recorded metric over steps, and for losses and accuracy over time too."""
     panels = list[Panel]()
     for title, name, unit, is_timed in PANELS:
         by_step = {run.name: run.curves.get(name, []) for run in runs}
@@ -268,7 +271,7 @@ def _draw(
 
 
 def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return a table row for each final metric, with its unit and the best value marked.
+    """Return a table row for each final metric, in which the best value is marked.
 
     Test and validation metrics come first.
     """
@@ -299,7 +302,7 @@ def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
-    """Format the comparison as an HTML page: final metrics, figures, differing keys and folders."""
+    """Format the comparison of runs as an HTML page with metrics, figures and differing keys."""
     return html_page.render(
         TEMPLATE,
         title=title,
@@ -315,7 +318,7 @@ def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, title: str) -> None:
-    """Write the self-contained page `report.html`, and `report.json`, into `folder`."""
+    """Write the comparison of runs into a folder, as `report.html` without external files and `report.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "runs": [{"name": run.name, "folder": str(run.folder)} for run in runs],

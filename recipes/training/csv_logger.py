@@ -1,4 +1,4 @@
-"""CSV logger whose file a resumed run continues without duplicate or missing rows."""
+"""CSV logger that continues its file in a resumed run without duplicate or missing rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_hybrid.atomic_file import atomic_path, part_path, sync
 
 
 class _Writer(ExperimentWriter):
-    """CSV writer that keeps the file complete even if the process is killed or the disk is full.
+    """CSV writer that leaves only complete rows in the file, even if the disk is full.
 
     Rows that cannot be written stay in memory until the disk has space. Training continues.
     """
@@ -27,7 +27,7 @@ class _Writer(ExperimentWriter):
     is_failing = False
 
     def save(self) -> None:
-        """Write the new rows to the file."""
+        """Write the rows that are not yet on disk to the CSV file."""
         if not self.metrics:
             return
         path = Path(self.metrics_file_path)
@@ -55,11 +55,11 @@ class _Writer(ExperimentWriter):
 class CSVRows(CSVLogger):
     """CSV logger that continues the file of an earlier run, based on Lightning's `CSVLogger`.
 
-    Lightning's logger deletes what an earlier run left in the file. This one keeps the rows that the checkpoint counts,
-    and drops later ones, because the resumed run writes them again.
+    Lightning's logger deletes the file of an earlier run. This logger keeps the rows that were logged before the
+    checkpoint, and drops later rows, because the resumed run writes them again.
 
     Args:
-        num_rows_kept: Number of rows of the file that the checkpoint counts. 0 starts a new file.
+        num_rows_kept: Number of rows that were logged before the checkpoint. 0 starts a new file.
         **kwargs: Arguments of `CSVLogger`.
     """
 
@@ -71,7 +71,7 @@ class CSVRows(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Writer of the CSV file. The first access truncates the file to the rows that the checkpoint counts."""
+        """Writer of the CSV file. The first access drops rows that were logged after the checkpoint."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = part_path(path)
@@ -104,7 +104,7 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def sync(self) -> None:
-        """Flush all logged rows to the disk, so that a checkpoint can count them."""
+        """Write all logged rows to the disk with fsync, before a checkpoint stores their number."""
         self.save()
         path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
         if path.is_file():
@@ -117,7 +117,7 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close the logger, and warn if rows could not be written."""
+        """Close the logger, and warn if rows could not be written because the disk is full."""
         super().finalize(status)
         if self._experiment is not None and self._experiment.metrics:
             rank_zero_warn(
@@ -127,7 +127,7 @@ class CSVRows(CSVLogger):
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of a CSV file with a header, or an empty list if there is no file."""
+    """Read the rows of a CSV file as dictionaries. Return an empty list if the file does not exist."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -135,7 +135,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Write a CSV file atomically."""
+    """Write a CSV file with a header atomically."""
     with atomic_path(path) as part, part.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -144,7 +144,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> No
 
 
 def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Append all rows to a CSV file, or none if the disk is full."""
+    """Append rows to a CSV file. If writing fails, remove rows that were written in part and raise."""
     num_bytes = path.stat().st_size
     try:
         with path.open("a", newline="") as file:
@@ -156,7 +156,7 @@ def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
 
 
 def num_rows_of(logger: Any) -> int | None:
-    """Return the number of rows that a logger has written, or None for loggers without a count."""
+    """Return the number of rows that a CSV or W&B logger has written, or None for other loggers."""
     if isinstance(logger, CSVRows):
         logger.sync()
         return logger.num_rows
@@ -169,7 +169,7 @@ def num_rows_of(logger: Any) -> int | None:
 
 
 def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """Return the metrics of the last step that Lightning has not logged yet, or None if all are logged.
+    """Return the metrics of the current step that Lightning has not passed to the loggers yet, or None.
 
     Lightning 2.6 lets `ModelCheckpoint` save after a step before it passes the metrics of that step to the loggers. A
     run that resumes from this checkpoint would never log them.
@@ -195,7 +195,10 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:
-    """Continue a logger at the row count of the checkpoint, and log the row that was missing there."""
+    """Continue a logger of a resumed run after the rows that were logged before the checkpoint.
+
+    `row` contains the metrics of the checkpoint's step if they were not logged yet. They are logged now.
+    """
     if num_rows and type(logger).__name__ == "WandbLogger":
         logger.experiment.log({}, step=num_rows)
     if row is not None:

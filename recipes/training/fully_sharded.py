@@ -1,4 +1,4 @@
-"""FSDP2 strategy for the recipes: weights, gradients and optimizer state are sharded over all ranks."""
+"""FSDP2 strategy for the recipes that shards weights, gradients and optimizer state over all ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class ShardedClassifier(Classifier):
 
     # A separate class, because Lightning treats every module with this hook as one that may be sharded.
     def configure_model(self) -> None:
-        """Shard the network over all ranks, once."""
+        """Shard the network over all ranks. A second call does nothing."""
         strategy: Any = self.trainer.strategy
         strategy.shard_(self.model)
 
 
 class FullyShardedStrategy(HostShards, ModelParallelStrategy):
-    """FSDP2 strategy with all ranks data-parallel and one file per checkpoint.
+    """FSDP2 strategy that shards over all ranks and writes one file per checkpoint.
 
     Based on Lightning's `ModelParallelStrategy`. The module passes its network to `shard_` in `configure_model`, as
     `ShardedClassifier` does.
@@ -67,7 +67,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """Precision plugin in use."""
+        """Precision plugin of the strategy."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -76,20 +76,20 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
         self._precision_plugin = with_masters(plugin, ShardedHalfPrecision, self.loss_scale)
 
     def teardown(self) -> None:
-        """Tear down the strategy after all checkpoints are on the disk."""
+        """Tear down the strategy, and wait until all checkpoints are written."""
         try:
             super().teardown()
         finally:
             self.checkpoint_io.teardown()
 
     def setup_environment(self) -> None:
-        """Start the process group with a device mesh over all ranks."""
+        """Initialise the process group and a data-parallel device mesh over all ranks."""
         # Lightning's "auto" would use tensor parallelism within a node and data parallelism only between nodes.
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def shard_(self, network: nn.Module) -> None:
-        """Shard `network` over all ranks in place, with each block gathered separately.
+        """Shard a network over all ranks in place with FSDP2, with each block as a separate FSDP unit.
 
         A block has at least one parameter with two or more dimensions. Blocks are the layers of `nn.ModuleList`s, as in
         Transformers. Without an `nn.ModuleList`, they are the children of the network, or of an `nn.Sequential` in it.
@@ -122,9 +122,9 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a complete checkpoint into the shards, including those of `ddp` and `hybrid_allreduce`.
+        """Load an unsharded checkpoint into the sharded network and optimizers.
 
-        Every rank reads the file.
+        Checkpoints of `ddp` and `hybrid_allreduce` can be loaded too. Every rank reads the file.
         """
         checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.model is not None

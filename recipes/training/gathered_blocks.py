@@ -1,4 +1,4 @@
-"""Blocks of a network that FSDP2 gathers separately.
+"""Selection of the blocks of a network that FSDP2 shards and gathers separately.
 
 `simulate` uses this module too, and must start without importing Lightning.
 """
@@ -9,9 +9,9 @@ from torch import nn
 
 
 def gathered_alone(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a network that FSDP2 gathers separately.
+    """Return the blocks of a network that FSDP2 should shard and gather separately.
 
-    `FullyShardedStrategy.shard_` describes them.
+    `FullyShardedStrategy.shard_` describes these blocks.
     """
     candidates: list[nn.Module] = []
     for module in network.modules():

@@ -1,4 +1,4 @@
-"""Keys of conf/train.yaml with the type and range of their values."""
+"""Types and ranges of the keys of conf/train.yaml, and checks of precision and network."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SMALL_IMAGE = (
 
 
 def check_precision(cfg: DictConfig) -> None:
-    """Raise if `precision` is not a precision of Lightning, or not supported by the strategy.
+    """Raise if the configured precision is unknown to Lightning or not supported by the strategy.
 
     Raises:
         ValueError: The precision is unknown or not supported.
@@ -89,7 +89,7 @@ def check_precision(cfg: DictConfig) -> None:
 
 
 def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer) -> nn.Module:
-    """Build the configured network, and raise if it does not fit the images and classes of `data`.
+    """Build the configured network, and raise if it does not match the images and classes of the dataset.
 
     Raises:
         ValueError: The network does not accept the images, it has fewer logits than `data` has classes, or `data` has
@@ -141,7 +141,7 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
 
 
 def _fitting(cfg: DictConfig, shape: Sequence[int]) -> str:
-    """Return the overrides that make the network fit images of this shape."""
+    """Return the command-line overrides that make the network accept images of this shape."""
     channels, size, _ = shape
     is_for_one_size = "image_size" in cfg.model
     if is_for_one_size and cfg.model.in_channels != channels == 3 and size > SMALL_IMAGE:

@@ -1,4 +1,4 @@
-"""Inputs of the metric model FLOPs utilisation (MFU): operations per image and the device's peak."""
+"""Inputs of the metric model FLOPs utilisation (MFU), which are FLOPs per image and peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from recipes.networks.peak_flops import peak_flops_per_s
 
 
 def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
-    """Set the operations per image and the device's peak FLOP/s in `TrainingMetrics`.
+    """Set the FLOPs per image and the device's peak FLOP/s in the callback `TrainingMetrics`.
 
-    Configured values are kept. Nothing is set if processes are forked: querying the device name initialises CUDA, which
-    cannot be used after a fork.
+    Values that the user has configured are not changed. Nothing is set if processes are forked: querying the device
+    name initialises CUDA, which cannot be used after a fork.
     """
     device = trainer.strategy.root_device
     may_ask = device.type == "cuda" and getattr(trainer.strategy, "_start_method", None) in (
@@ -43,7 +43,7 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
 
 
 def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
-    """Return channels, height and width of the input, or None if the configuration does not give the size."""
+    """Return channels, height and width of an input image, or None if its size is not configured."""
     size = cfg.data.get("image_size") or cfg.model.get("image_size")
     if isinstance(size, int):
         return (cfg.model.get("in_channels", 3), size, size)
@@ -51,7 +51,7 @@ def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
 
 
 def _operands(precision: object) -> torch.dtype:
-    """Return the dtype of matrix products, which is half precision under autocast too.
+    """Return the dtype of the operands of matrix products for a Lightning precision.
 
     >>> _operands("16-mixed"), _operands("bf16-true"), _operands(32)
     (torch.float16, torch.bfloat16, torch.float32)

@@ -1,4 +1,4 @@
-"""Selection of the checkpoint to resume from, and checks that it fits the configuration on every rank."""
+"""Selection of the checkpoint to resume from, and checks that it matches configuration and other ranks."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
 """Saved keys that do not influence results, except by the order of additions."""
 
 
-# ---- which -----------------------------------------------------------------------------------------------------------
+# ---- selection of the checkpoint -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCandidate:
-    """Checkpoint file with a complete training state that a run could resume from."""
+    """Checkpoint file with a complete training state from which a run can resume."""
 
     path: Path
     global_step: int
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sort key that is larger for newer checkpoints: the step, then the modification time."""
+        """Sort key that increases with the step of the checkpoint, then with its modification time."""
         return self.global_step, self.path.stat().st_mtime_ns
 
 
 def checkpoint(cfg: DictConfig) -> str | None:
-    """Return the path of the checkpoint that `resume` selects, or None to start from scratch.
+    """Return the path of the checkpoint from which the run resumes, or None to start from scratch.
 
     Raises:
         ValueError: The file does not exist, all checkpoints are damaged, or the checkpoint has another configuration.
@@ -68,10 +68,10 @@ def _asked_for(resume: str | None, run_dir: Path) -> Path | None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the newest undamaged checkpoint in `folder`, or None if there is no checkpoint.
+    """Return the newest undamaged checkpoint in a folder, or None if there is no checkpoint.
 
-    The newest one has the most steps. Checkpoints that are damaged, or contain more than plain data, are skipped with a
-    warning.
+    The newest checkpoint is the one with the most steps. Checkpoints that are damaged, or contain more than plain data,
+    are skipped with a warning.
 
     Raises:
         ValueError: All checkpoints are damaged. A new run would silently overwrite them.
@@ -102,7 +102,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
-    """Read the step of a checkpoint, or return None if it is unreadable or contains only weights."""
+    """Read the step of a checkpoint. Return None if the file is unreadable or contains only weights."""
     try:
         content = load_unchecked(path, map_location="cpu", mmap=True)
     except (DamagedCheckpointError, RefusedCheckpointError) as error:
@@ -113,26 +113,26 @@ def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
     return CheckpointCandidate(path=path, global_step=int(content["global_step"]))
 
 
-# ---- of the same configuration ---------------------------------------------------------------------------------------
+# ---- comparison of the configuration ---------------------------------------------------------------------------------
 
 
 class Configuration(Callback):
-    """Callback that saves the configuration in the checkpoint, for comparison when a run resumes.
+    """Callback that saves the configuration in checkpoints, so that a resumed run can verify its own.
 
     Args:
-        kept: Saved parts of the configuration, as plain data.
+        kept: Sections of the configuration to save, as plain data.
     """
 
     def __init__(self, kept: dict[str, Any]) -> None:
         self.kept = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the saved parts of the configuration."""
+        """Return the sections of the configuration to save in the checkpoint."""
         return {"kept": self.kept}
 
 
 def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
-    """Return the configuration that `Configuration` saves, or None if the callback is disabled."""
+    """Return the part of the configuration that is saved in checkpoints, or None if saving is disabled."""
     node = (cfg.callbacks or {}).get("configuration")
     if node is None:
         return None
@@ -140,12 +140,12 @@ def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
 
 
 def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
-    """Raise if the run's configuration differs from the one in a checkpoint.
+    """Raise if the configuration of the run differs from the configuration saved in a checkpoint.
 
-    A checkpoint without a configuration is accepted.
+    A checkpoint without a configuration is accepted. Keys that do not influence results are ignored.
 
     Raises:
-        ValueError: The message names the first key that differs, and the other ones.
+        ValueError: The message names all keys that differ.
     """
     content = load_unchecked(path, map_location="cpu", mmap=True)
     before = content.get("callbacks", {}).get(Configuration.__name__, {}).get("kept")
@@ -193,14 +193,14 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-# ---- the same on every rank ------------------------------------------------------------------------------------------
+# ---- comparison between ranks ----------------------------------------------------------------------------------------
 
 
 class SameCheckpoint(Callback):
-    """Callback that checks that all ranks resume from the same checkpoint. Every rank must use it.
+    """Callback that raises if two ranks would resume from different checkpoints. Every rank must use it.
 
     Each rank searches the run directory by itself. If ranks see different directories, or a file system that is updated
-    late, they would resume from different steps or wait for each other forever.
+    with a delay, they would resume from different steps or wait for each other forever.
 
     Args:
         ckpt_path: Checkpoint that this rank resumes from.
@@ -214,11 +214,11 @@ class SameCheckpoint(Callback):
         self.ckpt_path = ckpt_path
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Compare the checkpoints of all ranks.
+        """Raise if the ranks selected different checkpoints.
 
         Collective: every rank must call it.
         """
-        # The test runs its own `setup` after the fit, with the same file.
+        # The test after training calls `setup` again, with the same file.
         if stage != "fit" or trainer.world_size < 2 or not dist.is_initialized():
             return
         paths: list[str | None] = [None] * trainer.world_size

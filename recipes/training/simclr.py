@@ -1,4 +1,4 @@
-"""SimCLR as a LightningModule, with a nearest-neighbour probe and a linear probe of the features."""
+"""LightningModule for SimCLR, with a nearest-neighbour probe and a linear probe of the features."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KNN_TEMPERATURE = 0.07  # from Wu et al. 2018 (arXiv:1805.01978)
 
 
 class SimCLR(Classifier):
-    """Self-supervised SimCLR module with negatives from all ranks (Chen et al. 2020, arXiv:2002.05709).
+    """LightningModule for SimCLR with negatives from all ranks (Chen et al. 2020, arXiv:2002.05709).
 
         h = the network without its last layer;   z = projector(h)
         loss = InfoNCE of both views of all images of a step
 
-    Labels are used only by the probes, which get the features h of training images in the order of epoch 0. Validation
+    Labels are used only by the probes, which use the features h of training images in the order of epoch 0. Validation
     logs the accuracy of the nearest-neighbour probe. The test logs the accuracy of a linear layer (`test/acc`) and of
     the nearest neighbours (`test/acc_knn`).
 
@@ -87,7 +87,7 @@ class SimCLR(Classifier):
         self.test_acc_knn = MulticlassAccuracy(self.num_classes, average="micro")
 
     def embed(self, views: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return z of both views of some images. BatchNorm sees both views together."""
+        """Return the projected features z of both views of some images, computed as one batch."""
         return self.projector(self(torch.cat(views))).chunk(2)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -122,7 +122,7 @@ class SimCLR(Classifier):
 
     @torch.no_grad()
     def _features_of_training_images(self) -> tuple[Tensor, Tensor]:
-        """Return features and labels of training images, the same number from each rank.
+        """Return features and labels of the same number of training images from each rank, on all ranks.
 
         Collective: every rank must call it.
         """
@@ -142,7 +142,9 @@ class SimCLR(Classifier):
 
 
 def of_all_ranks(rows: Tensor) -> Tensor:
-    """Return the concatenated rows of all ranks, each of which has the same number.
+    """Gather the tensors of all ranks, and concatenate them along the first dimension.
+
+    The tensors of all ranks must have the same shape.
 
     Collective: every rank must call it.
     """
@@ -154,9 +156,9 @@ def of_all_ranks(rows: Tensor) -> Tensor:
 
 
 def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool) -> Tensor:
-    """Return a random augmented view of each image.
+    """Return a random augmented view of each image, as in contrastive learning.
 
-    A square part is cut out at random and enlarged again, and gain and level of each channel change.
+    A random square crop is enlarged to the size of the image, and gain and level of each channel are changed at random.
 
     >>> images = torch.rand(2, 3, 8, 8)
     >>> torch.allclose(random_view(images, least_area=1.0, jitter=0.0, flip=False), images, atol=1e-6)
@@ -179,9 +181,9 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
 
 
 def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classes: int) -> Tensor:
-    """Return nearest-neighbour scores for each class (Wu et al. 2018).
+    """Return class scores of a weighted nearest-neighbour classifier (Wu et al. 2018).
 
-    The score is the sum of exp(cosine / 0.07) over the neighbours of the class.
+    The score of a class is the sum of exp(cosine / 0.07) over the nearest neighbours with this label.
     """
     cosines = F.normalize(h) @ F.normalize(bank).T
     weights, nearest = cosines.topk(min(num_neighbours, len(bank)))
@@ -192,7 +194,7 @@ def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classe
 def linear_probe(
     bank: Tensor, labels: Tensor, num_classes: int, *, decay: float = 1e-4
 ) -> nn.Module:
-    """Fit a logistic regression on standardised features.
+    """Train a logistic regression on standardised features, and return it as a module.
 
     All ranks compute the same result.
     """

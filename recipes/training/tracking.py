@@ -1,4 +1,4 @@
-"""Setup of loggers: logged configuration, resumed tracker runs, and errors if a server is unreachable."""
+"""Setup of the loggers, including the logged configuration and the continuation of resumed W&B runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ STEP_METRIC = "trainer/global_step"
 class TrackerRun(Callback):
     """Callback that saves the state of the loggers in checkpoints, so that a resumed run continues them.
 
-    It saves three things: the id of the W&B run, the number of rows that CSV and W&B have, and the row that Lightning
-    has not logged yet when the checkpoint of a step is written. Rows that a killed run logged after its checkpoint are
-    dropped from the CSV file, and W&B writes them again with the same numbers.
+    The state has three items: the id of the W&B run, the number of rows that the CSV and W&B loggers have written, and
+    the metrics that Lightning has not logged yet when the checkpoint of a step is written. Rows that a killed run
+    logged after its checkpoint are dropped from the CSV file, and W&B writes them again with the same numbers.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class TrackerRun(Callback):
         self._resumed: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Store the trainer, whose loggers are saved."""
+        """Store the trainer, because `state_dict` needs its loggers."""
         self._trainer = trainer
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the loggers at the row count of the checkpoint."""
+        """Continue the loggers of a resumed run after the rows that were logged before the checkpoint."""
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 num_rows = self._resumed.get("num_rows", {}).get(type(logger).__name__)
@@ -54,7 +54,7 @@ class TrackerRun(Callback):
         self._resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the W&B run id or None, the rows of each logger, and the row that is not logged yet."""
+        """Return the W&B run id, the number of rows of each logger, and metrics that are not logged yet."""
         trainer = self._trainer
         state: dict[str, Any] = {"run_id": self.run_id}
         if trainer is not None and trainer.loggers:
@@ -67,9 +67,9 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state. A run id that already exists is kept.
+        """Restore the state of the loggers from a checkpoint, but keep the W&B run id if this run already has one.
 
-        A run with another logger keeps the id of the checkpoint for later.
+        A run with another logger keeps the id of the checkpoint, so that its own checkpoints contain the id too.
         """
         self._resumed = state_dict
         if self.run_id is None:
@@ -77,7 +77,7 @@ class TrackerRun(Callback):
 
 
 def saved_run_id(ckpt_path: str | None) -> str | None:
-    """Return the W&B run id in a checkpoint, or None if it has none.
+    """Return the W&B run id that a checkpoint contains, or None if it contains none.
 
     Raises:
         ValueError: As in `saved_state`.
@@ -87,7 +87,7 @@ def saved_run_id(ckpt_path: str | None) -> str | None:
 
 
 def saved_state(ckpt_path: str | None) -> dict[str, Any]:
-    """Return the state that `TrackerRun` saved in a checkpoint, or an empty dictionary if there is none.
+    """Return the state of the loggers that `TrackerRun` saved in a checkpoint, or an empty dictionary.
 
     Raises:
         ValueError: The file is not a complete checkpoint.
@@ -117,12 +117,13 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
 
 
 def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None:
-    """Create the configured logger. W&B's continues the run of the checkpoint, unless `logger.id` is set.
+    """Create the configured logger. A W&B or CSV logger continues the log of the checkpoint.
 
-    If wandb is not installed, metrics go to a CSV file with a warning, because W&B is the default logger.
+    If `logger.id` is set, W&B uses this run instead. If wandb is not installed, metrics are written to a CSV file with
+    a warning, because W&B is the default logger.
 
     Raises:
-        ValueError: TensorBoard is configured and not installed, or the checkpoint cannot be read.
+        ValueError: TensorBoard is configured but not installed, or the checkpoint cannot be read.
     """
     target = str((cfg.logger or {}).get("_target_", ""))
     if target.endswith("TensorBoardLogger") and not any(
@@ -153,9 +154,9 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
 
 
 def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> None:
-    """Send the resolved configuration, overrides and code state to loggers and reports, before training.
+    """Log the resolved configuration, overrides and git state before training, and start the W&B run.
 
-    The W&B run starts here, because no other rank waits for this process yet.
+    The W&B run starts here, because no other rank is waiting for this process yet.
 
     Raises:
         ValueError: W&B rejects the key, or cannot be reached.
@@ -191,9 +192,9 @@ def _begin_wandb(trainer: pl.Trainer, logger: Any) -> None:
 
 @rank_zero_only
 def send_report(trainer: pl.Trainer, run_dir: str) -> None:
-    """Upload the HTML page of the run to W&B as an artifact, if W&B is online.
+    """Upload the HTML report of the run to W&B as an artifact, unless W&B is offline or disabled.
 
-    Offline, W&B would copy the page next to itself.
+    In offline mode, W&B would only make a second copy of the page.
     """
     page = Path(run_dir, "run.html")
     for logger in trainer.loggers:

@@ -20,7 +20,7 @@ NUM_DRAWS = 3 + 2 * NUM_TRIES
 
 
 class Box(NamedTuple):
-    """Rectangle in whole pixels."""
+    """Rectangular region of an image, in pixels."""
 
     top: int
     left: int
@@ -31,8 +31,8 @@ class Box(NamedTuple):
 class Frame(NamedTuple):
     """Parameters that turn an image into a square crop.
 
-    `box` is cut out of the image and resized to `height` x `width`. The square is cut from the result at `top`, `left`,
-    and flipped horizontally if `flip` is set.
+    The region `box` of the image is resized to `height` x `width`. The square is taken from the result at `top`,
+    `left`, and flipped horizontally if `flip` is set.
     """
 
     box: Box
@@ -44,7 +44,7 @@ class Frame(NamedTuple):
 
 
 def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
-    """Return the random numbers of one image in one epoch, uniform in [0, 1).
+    """Return the uniform random numbers in [0, 1) that determine the crop of one image in one epoch.
 
     They do not depend on rank or order, because the generator is counter-based (Philox, Salmon et al. 2011). Its key is
     (seed, epoch), and its counter is the image.
@@ -66,16 +66,16 @@ def random_box(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> Box:
-    """Return a box of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842).
+    """Return a box of random area and aspect ratio, as in Inception (Szegedy et al. 2014, arXiv:1409.4842).
 
-    The sequence of tries is that of torchvision:
+    As in torchvision, boxes are tried until one fits into the image:
 
         try k:  area_k   = height * width * uniform(area)                 draw 3 + 2k
                 aspect_k = exp(uniform(log aspect))                       draw 4 + 2k
                 box      = round(sqrt(area_k / aspect_k)) x round(sqrt(area_k * aspect_k))
 
-    The first of 10 tries that fits into the image is positioned uniformly (draw 0: top, draw 1: left). If none fits,
-    the result is the largest centred box whose aspect ratio is in the range. Draw 2 is reserved for the flip.
+    The first of 10 boxes that fits is positioned uniformly (draw 0: top, draw 1: left). If none fits, the result is the
+    largest centred box whose aspect ratio is in the range. Draw 2 is reserved for the flip.
 
     Args:
         height: Height of the image in pixels.
@@ -89,7 +89,7 @@ def random_box(
     >>> random_box(10, 200, [0.5] * 23, area=(1.0, 1.0), aspect=(0.75, 1.25))
     Box(top=0, left=94, height=10, width=12)
     """
-    # Uniform in the logarithm: 4:3 is as likely as 3:4.
+    # The aspect ratio is uniform in the logarithm, so that 4:3 is as likely as 3:4.
     log_least = math.log(aspect[0])
     log_most = math.log(aspect[1])
     for k in range(3, NUM_DRAWS, 2):
@@ -112,7 +112,7 @@ def random_box(
 
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
-    """Resize an image bilinearly with antialiasing to uint8 `"1 3 height width"`.
+    """Resize an image with antialiased bilinear interpolation, and return it as uint8 `"1 3 height width"`.
 
     Values differ from Pillow's by at most one grey level.
     """
@@ -122,10 +122,13 @@ def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
 
 
 def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
-    """Write the crop `frame` of an image into `row`, uint8 `"3 image_size image_size"`."""
+    """Crop, resize and optionally flip an image, and write it into a row of a batch.
+
+    `row` is uint8 `"3 image_size image_size"`.
+    """
     top, left, height, width = frame.box
     size = row.shape[-1]
-    # Cut first, then resize, as in torchvision's `resized_crop`.
+    # Crop first, then resize, as in torchvision's `resized_crop`.
     crop = resized(
         pixels[top : top + height, left : left + width], height=frame.height, width=frame.width
     )
@@ -160,7 +163,7 @@ class TrainCrop:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Return the random crop of an image of `height` x `width` pixels in one epoch."""
+        """Return the crop parameters for an image of `height` x `width` pixels in one epoch."""
         draws = draws_of(seed=self.seed, epoch=epoch, image=image)
         box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
         # The draw is reserved even without `flip`, so that the option does not change the crops.
@@ -174,7 +177,7 @@ MAX_ASPECT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCrop:
-    """Crop for evaluation: resize the short side to `eval_resize`, then cut the centre.
+    """Centre crop for evaluation, after resizing the shorter side to `eval_resize` pixels.
 
     Raises:
         ValueError: The crop is larger than the resized image.
@@ -192,7 +195,10 @@ class EvalCrop:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Return the centre crop of an image of `height` x `width` pixels, the same in every epoch."""
+        """Return the parameters of the centre crop for an image of `height` x `width` pixels.
+
+        They are the same in every epoch.
+        """
         whole = _middle(height, width)
         height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
         # round() and not //, as in torchvision's CenterCrop.
@@ -213,7 +219,7 @@ def _middle(height: int, width: int) -> Box:
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:
-    """Return height and width scaled so that the shorter side is `short_side`.
+    """Scale a height and width so that the shorter side becomes `short_side` pixels.
 
     The longer side is rounded down, as in torchvision.
 

@@ -17,7 +17,7 @@ from recipes.datasets.images.source import RowSource
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
-    """Data module over `train_rows` and `eval_rows`, which the `setup` method of a subclass provides.
+    """Data module for large images that are loaded on demand. A subclass provides the data in `setup`.
 
     Batches leave the loader as uint8. On the device `DevicePrefetcher` normalises them. Without a prefetcher,
     `on_after_batch_transfer` does.
@@ -26,7 +26,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         global_batch_size: Images per optimizer step, over all ranks and accumulation steps.
         seed: Seed of the image order and of augmentation. It must be the same on every rank.
         eval_batch_size_per_rank: Images per batch and rank in validation and test. It does not influence results.
-        num_threads: Decoder threads per rank. None: the rank's share of the machine's cores.
+        num_threads: Decoder threads per rank. None: the number of usable cores divided by the ranks on this machine.
         num_batches_ahead: Number of batches that are prepared while the consumer works.
         mean: Mean levels of red, green and blue, as fractions of 255.
         std: Standard deviations of these levels, as fractions of 255.
@@ -66,7 +66,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def setup(self, stage: str) -> None:
-        """Set `train_rows` and `eval_rows` on every rank."""
+        """Set the sources of training and evaluation images, `train_rows` and `eval_rows`, on every rank."""
 
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
@@ -80,7 +80,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> ImageTrainLoader:
-        """Return this rank's training loader. Lightning sets its epoch."""
+        """Create this rank's training loader. Lightning sets its epoch."""
         trainer = self.trainer
         order = EpochOrder(
             num_images=self.train_rows.num_images,
@@ -94,7 +94,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def val_dataloader(self) -> ImageEvalLoader:
-        """Return this rank's validation loader. Over all ranks every image occurs once."""
+        """Create this rank's validation loader. Each validation image is loaded by exactly one rank."""
         return ImageEvalLoader(
             self.eval_rows,
             **share_of(self.trainer),
@@ -104,14 +104,14 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def test_dataloader(self) -> ImageEvalLoader:
-        """Return the validation loader, because ImageNet's test labels are not public.
+        """Create a loader of the validation images, because ImageNet's test labels are not public.
 
         Published accuracies use the validation images too.
         """
         return self.val_dataloader()
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Normalise the images and cast them to the precision's input dtype.
+        """Normalise the images on the device, and cast them to the input dtype of the precision plugin.
 
         Batches that a prefetcher has already normalised are returned unchanged.
         """
@@ -124,9 +124,9 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
 
 def share_of_cores(num_ranks: int) -> int:
-    """Return the number of threads for one of `num_ranks` processes on this machine.
+    """Return the number of decoder threads for each of `num_ranks` processes on this machine.
 
-    It is the process's share of the usable cores, at least 1.
+    It is the number of usable cores divided by `num_ranks`, at least 1.
 
     >>> share_of_cores(10**6)
     1

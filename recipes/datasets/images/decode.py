@@ -17,23 +17,23 @@ Pixels = NDArray[np.uint8]
 JPEG_MAGIC = b"\xff\xd8"
 DECODERS = ("simplejpeg", "pillow")  # image decoders, the faster one first
 
-# Largest image: the size from which Pillow warns of decompression bombs, a quarter of a gigabyte of RGB.
+# Maximum image size: the size above which Pillow warns of decompression bombs, a quarter of a gigabyte of RGB.
 MAX_PIXELS = 89_478_485
 
 
 class CorruptImageError(ValueError):
-    """Error for bytes that are not an image, or are an incomplete one."""
+    """Error for data that is not an image or is an incomplete image."""
 
 
 def default_decoder() -> str:
-    """Return the fastest decoder that is installed."""
+    """Return the name of the fastest JPEG decoder that is installed."""
     if simplejpeg is None:
         return "pillow"
     return "simplejpeg"
 
 
 def check_decoder(decoder: str) -> None:
-    """Raise if a decoder is unknown or not installed.
+    """Raise if the image decoder with this name is unknown or not installed.
 
     Raises:
         ValueError: The name is unknown, or the decoder is not installed.
@@ -55,7 +55,7 @@ def check_decoder(decoder: str) -> None:
 
 
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
-    """Decode an image file to RGB pixels, uint8 `"height width 3"`.
+    """Decode the bytes of an image file to RGB pixels, uint8 `"height width 3"`.
 
     Grey images get three equal channels, CMYK is converted, 16-bit values keep their upper 8 bits, and transparency is
     dropped.
@@ -104,7 +104,7 @@ def _decode_with_pillow(data: bytes) -> Pixels:
 
 
 def encode_jpeg(pixels: Pixels, *, quality: int) -> bytes:
-    """Encode RGB pixels as baseline JPEG with 4:2:0 chroma subsampling, as most of ImageNet is."""
+    """Encode RGB pixels as baseline JPEG with 4:2:0 chroma subsampling, like most images of ImageNet."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="JPEG", quality=quality, subsampling="4:2:0")
     return buffer.getvalue()

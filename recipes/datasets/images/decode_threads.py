@@ -24,7 +24,7 @@ The row is uint8 `"channels height width"`.
 
 @dataclass
 class _Filling:
-    """Batch whose rows are being filled by threads."""
+    """Batch whose images are still being loaded by threads."""
 
     indices: Indices
     images: Tensor
@@ -35,11 +35,12 @@ class _Filling:
 
 
 class ThreadedBatches(Iterator[Batch]):
-    """Iterator over batches that threads fill, up to `num_batches_ahead` batches ahead of the consumer.
+    """Iterator over batches that threads prepare, at most `num_batches_ahead` batches before they are needed.
 
-    All threads work on the rows of one batch, and start on the next batch without waiting for its last row. An error in
-    a row is raised when the consumer reaches its batch, and ends the iteration. The threads stop on `close`, at the end
-    of the iteration, on garbage collection and at exit. Iterating in a forked process raises an error.
+    All threads work on the rows of one batch, and start on the next batch without waiting until the current one is
+    complete. An error in a row is raised when the consumer reaches its batch, and ends the iteration. The threads stop
+    on `close`, at the end of the iteration, on garbage collection and at exit. Iterating in a forked process raises an
+    error.
 
     Args:
         shares: Indices of the images of each batch.
@@ -88,7 +89,7 @@ class ThreadedBatches(Iterator[Batch]):
             raise
 
     def close(self) -> None:
-        """Stop the threads and wait for them, at most as long as one image takes."""
+        """Stop the threads and wait until each has finished its current image."""
         self._finalizer()
 
 

@@ -1,4 +1,4 @@
-"""Image datasets in ImageNet's unpacked layout: a folder per split, and in it a folder per class."""
+"""Image datasets in ImageNet's folder layout, with a folder per split that contains a folder per class."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ MAX_NAMED = 3  # names listed in an error
 
 
 class ImageFolder(ImageSource):
-    """Image source for files `folder/<class>/<name>.JPEG` (or .jpg, .png).
+    """Image source that reads image files from one folder per class: `folder/<class>/<name>.JPEG`.
 
+    The suffixes .jpg and .png are accepted too.
     Classes are numbered in the order of their names. Other files and hidden files are ignored.
 
     Raises:
@@ -48,7 +49,7 @@ class ImageFolder(ImageSource):
         self._names: NDArray[np.bytes_] = np.array(names)
 
     def read(self, index: int) -> bytes:
-        """Return the bytes of an image file."""
+        """Read the file of one image, and return its bytes."""
         with open(self.name(index), "rb", buffering=0) as file:
             return file.read()
 
@@ -58,7 +59,7 @@ class ImageFolder(ImageSource):
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """Return the class names of a split, which are its folder names, in label order.
+    """Return the names of the class folders of a split, sorted in label order.
 
     Raises:
         ValueError: Images lie outside of class folders, archives are not unpacked, or there is no class folder.
@@ -85,9 +86,9 @@ def class_folders(folder: Path) -> tuple[str, ...]:
 
 
 def num_images_up_to(folder: Path, most: int) -> int:
-    """Return the number of images of a split, or `most` if there are at least that many.
+    """Count the images of a split, but stop counting at `most`.
 
-    Counting stops at `most`, so only some folders of a large dataset are read.
+    Because of this limit, only some folders of a large dataset are read.
     """
     num_images = 0
     for name in class_folders(folder):
@@ -100,9 +101,9 @@ def num_images_up_to(folder: Path, most: int) -> int:
 def check_root(
     root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root"
 ) -> None:
-    """Raise if a dataset folder lacks a split, and describe its content in the message.
+    """Raise if a dataset folder or the folder of one of its splits does not exist.
 
-    `key` is the configuration key to set in the message.
+    The message suggests a correction, which sets the configuration key `key`.
 
     Raises:
         ValueError: The folder does not exist, or a split is missing.
@@ -134,9 +135,9 @@ def check_root(
 def check_same_classes(
     root: Path, train: Sequence[str], val: Sequence[str], *, num_classes: int
 ) -> None:
-    """Raise if training and validation have different classes, or not `num_classes` of them.
+    """Raise if training and validation have different classes, or if their number is not `num_classes`.
 
-    Labels are class numbers, so they would have different meanings in the two splits.
+    Labels are numbered by class name, so they would have different meanings in splits with different classes.
 
     Raises:
         ValueError: The class folders differ, or their number is not `num_classes`.
@@ -191,7 +192,7 @@ def _is_image(name: str) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first few of many names, and the number of further ones, as text.
+    """Join the first few names of a list, followed by the number of further names.
 
     >>> _some(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

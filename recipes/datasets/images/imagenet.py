@@ -1,4 +1,4 @@
-"""ImageNet, or any dataset in its layout, as folders of image files or packed into shards."""
+"""Data module for ImageNet and datasets with the same layout, as image files or packed into shards."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from recipes.datasets.images.source import Crop, DecodedImages, ImageSource
 
 
 class ImageNetDataModule(ImageDataModule):
-    """Data module of `root/{train,val}/<class>/*.JPEG`, or of shards in `root/train` and `root/val`.
+    """Data module for ImageNet, or for any dataset with the same folder layout or packed into shards.
 
-    Training uses a new random resized crop and flip in each epoch. Evaluation resizes the short side to `eval_resize`
-    and cuts the centre. Arguments that are not listed here are those of `ImageDataModule`.
+    Files are `root/{train,val}/<class>/*.JPEG`. Shards are in `root/train` and `root/val`. Training uses a new random
+    resized crop and flip in each epoch. Evaluation resizes the short side to `eval_resize` and crops the centre.
+    Arguments that are not listed here are those of `ImageDataModule`.
 
     Args:
         root: Folder that contains `train` and `val`. Shards of `recipes/pack.py` are recognised by their index.
@@ -104,7 +105,7 @@ class ImageNetDataModule(ImageDataModule):
         check_same_classes(self.root, train, val, num_classes=num_classes)
 
     def setup(self, stage: str) -> None:
-        """Open the images of both splits, once, on every rank."""
+        """Open the training and validation images on every rank. A second call does nothing."""
         if hasattr(self, "train_rows"):
             return
         train, val = (open_images(self.root / split) for split in ("train", "val"))
@@ -112,7 +113,7 @@ class ImageNetDataModule(ImageDataModule):
         self.eval_rows = self._decoded(val, self.eval_crop)
 
     def num_train_images_up_to(self, most: int) -> int:
-        """Return the number of training images, or `most` if there are at least that many."""
+        """Count the training images, but stop counting at `most`."""
         folder = self.root / "train"
         if holds_shards(folder):
             return min(most, len(ShardedImages(folder)))
@@ -125,9 +126,9 @@ class ImageNetDataModule(ImageDataModule):
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:
-    """Return the class names of one split, which is stored as shards or as files.
+    """Return the class names of a split that is stored as shards or as image files.
 
-    No images are listed.
+    The folders of the classes are not read.
 
     Raises:
         ValueError: There are no classes, or the folder has another layout.
@@ -138,7 +139,7 @@ def classes_of(folder: Path) -> tuple[str, ...]:
 
 
 def count_classes(root: str) -> int:
-    """Return the number of classes of the dataset in `root`, for a network with as many logits.
+    """Return the number of classes of the training images of the dataset in the folder `root`.
 
     Raises:
         ValueError: There is no such dataset.
@@ -148,7 +149,7 @@ def count_classes(root: str) -> int:
 
 
 def open_images(folder: Path) -> ImageSource:
-    """Open the images of one split, which is stored as shards or as files.
+    """Open the images of a split that is stored as shards or as image files.
 
     Raises:
         ValueError: The images are incomplete.

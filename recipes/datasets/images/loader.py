@@ -1,4 +1,4 @@
-"""Loaders that read and decode images on demand, a bounded number of batches ahead."""
+"""Data loaders that read and decode images on demand, and prepare a few batches in advance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes.datasets.images.source import RowSource
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeThreads:
-    """Settings of the threads that decode images for a loader. They do not influence the batches.
+    """Settings of the threads that decode images for a loader. They do not change the batches.
 
     Args:
         num_threads: Number of threads that fill batches, in addition to the consumer's thread.
@@ -32,7 +32,10 @@ class DecodeThreads:
     def fill(
         self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int
     ) -> Iterator[Batch]:
-        """Yield batches of the images in `shares`. The threads stop when the generator ends."""
+        """Yield one batch for each array of image indices in `shares`.
+
+        The decoder threads stop when the generator ends.
+        """
         batches = ThreadedBatches(
             shares,
             partial(rows.load, epoch=epoch),
@@ -47,9 +50,9 @@ class DecodeThreads:
 
 
 class ImageTrainLoader(ResumableLoader):
-    """Training loader of one rank for shuffled epochs, resumable after any batch.
+    """Training loader of one rank that shuffles each epoch and can resume after any batch.
 
-    Order and state are those of `ResumableLoader`. `on_device(batch)` is the rest of the preprocessing, which
+    Order and state are those of `ResumableLoader`. `on_device(batch)` is the remaining preprocessing, which
     `DevicePrefetcher` and the data modules run on the device.
 
     Yields:
@@ -82,7 +85,7 @@ class ImageTrainLoader(ResumableLoader):
 
 
 class ImageEvalLoader:
-    """Evaluation loader of one rank. Over all ranks every image occurs exactly once, see `eval_shares`."""
+    """Evaluation loader of one rank. Each image is loaded by exactly one rank, see `eval_shares`."""
 
     reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 

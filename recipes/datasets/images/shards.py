@@ -1,7 +1,7 @@
-"""Shards of packed images: a few large files that contain image files back to back, and an index.
+"""Image datasets packed into shards, which are a few large files of concatenated image files with an index.
 
     index.npz          position and label of each image, see `ShardIndex`
-    shard-00000.bin    the image files, back to back
+    shard-00000.bin    the concatenated image files
     shard-00001.bin    ...
 
 One `pread` reads an image, in any order, from any thread or process. Each image and each shard has a CRC-32.
@@ -28,7 +28,7 @@ INDEX_NAME = "index.npz"
 
 
 def shard_name(shard: int) -> str:
-    """Return the file name of a shard.
+    """Return the file name of the shard with this number.
 
     >>> shard_name(7)
     'shard-00007.bin'
@@ -38,7 +38,7 @@ def shard_name(shard: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIndex:
-    """Index of packed images with the position and label of each image.
+    """Index of a packed dataset, with the position, checksum and label of each image.
 
     Arrays have one element per image, in the order in which the images are stored.
 
@@ -67,7 +67,7 @@ class ShardIndex:
     about: str
 
     def save(self, path: Path) -> None:
-        """Write the index atomically."""
+        """Write the index to a file atomically."""
         arrays: dict[str, Any] = {
             field.name: np.asarray(getattr(self, field.name)) for field in fields(self)
         }
@@ -78,7 +78,7 @@ class ShardIndex:
 
     @classmethod
     def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
-        """Return one index that joins the indices of single shards."""
+        """Concatenate the indices of several shards to one index."""
         joined = {
             field.name: np.concatenate([getattr(part, field.name) for part in parts])
             for field in fields(cls)
@@ -202,9 +202,9 @@ def _check_bounds(path: Path, index: ShardIndex) -> None:
 
 
 class ShardedImages(ImageSource):
-    """Image source for images packed into shards in `folder`.
+    """Image source that reads images from the shards in a folder.
 
-    The size of each shard is checked when it is opened. The CRC-32 of an image is checked when it is read.
+    The constructor checks the size of each shard. The CRC-32 of an image is checked when it is read.
 
     Raises:
         ValueError: Packing was not finished, the index is damaged, or a shard is missing or has another size.
@@ -241,7 +241,7 @@ class ShardedImages(ImageSource):
         self._files: dict[tuple[int, int], int] = {}  # (process id, shard) -> file descriptor
 
     def read(self, index: int) -> bytes:
-        """Return the bytes of an image file after verifying its checksum."""
+        """Read one image file from its shard, verify its checksum and return its bytes."""
         at = int(self.index.offsets[index])
         num_bytes = int(self.index.num_bytes[index])
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
@@ -254,7 +254,7 @@ class ShardedImages(ImageSource):
         return data
 
     def name(self, index: int) -> str:
-        """Return the shard and the original file name of an image."""
+        """Return the path of the shard and the original file name of an image, for messages."""
         name = os.fsdecode(bytes(self.index.names[index]))
         return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
 
@@ -285,12 +285,12 @@ class ShardedImages(ImageSource):
 
 
 def holds_shards(folder: Path) -> bool:
-    """Return whether a folder contains shards, even if packing was not finished."""
+    """Return whether a folder contains packed shards, even if packing was not finished."""
     return (folder / INDEX_NAME).is_file() or (folder / shard_name(0)).is_file()
 
 
 def packed_classes(folder: Path) -> tuple[str, ...]:
-    """Return the class names of a packed split without reading the rest of its index.
+    """Read the class names of a packed split, without the rest of its index.
 
     Raises:
         ValueError: The index is missing or damaged.
@@ -304,7 +304,7 @@ def packed_classes(folder: Path) -> tuple[str, ...]:
 
 
 def damaged_shards(folder: Path) -> list[str]:
-    """Read all shards, and return the names of those whose checksum differs."""
+    """Read all shards in a folder, and return the file names of shards with a wrong checksum."""
     images = ShardedImages(folder)
     paths = [folder / shard_name(shard) for shard in range(len(images.index.shard_crc32s))]
     crc32s = zip(paths, images.index.shard_crc32s, strict=True)

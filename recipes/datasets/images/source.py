@@ -1,4 +1,4 @@
-"""Image sources that provide bytes and labels by index, and decoding of images into rows of a batch."""
+"""Image sources that provide image files and labels by index, and decode images into rows of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageSource(ABC):
-    """Abstract source of stored images and their labels. Several threads may read at once."""
+    """Abstract base class for stored images and their labels. It must support reads from several threads."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]  # indices into `classes`
@@ -27,7 +27,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """Return the bytes of an image file.
+        """Read the file of one image, and return its bytes.
 
         Raises:
             OSError: The file cannot be read.
@@ -36,11 +36,11 @@ class ImageSource(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return a name of the image for messages, such as its path."""
+        """Return a name of one image for messages, such as its path."""
 
 
 class Crop(Protocol):
-    """Protocol of a crop, which selects the region of an image that the network sees.
+    """Protocol of objects that select the region of an image that the network sees.
 
     See `recipes.datasets.images.crops`.
     """
@@ -50,25 +50,25 @@ class Crop(Protocol):
         """Height and width of the crop in pixels."""
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Return the crop of an image of `height` x `width` pixels in one epoch."""
+        """Return the crop parameters for an image of `height` x `width` pixels in one epoch."""
 
 
 class RowSource(ABC):
-    """Abstract source of images that are written into rows of a batch, by several threads at once."""
+    """Abstract base class for images that several threads write into the rows of a batch."""
 
     num_images: int
     image_size: int
 
     @abstractmethod
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Write an image into `row` and return its label.
+        """Write an image into a row of a batch, and return its label.
 
-        `row` is uint8 `"3 image_size image_size"`. The epoch determines the augmentation.
+        `row` is uint8 `"3 image_size image_size"`. The augmentation may depend on the epoch.
         """
 
 
 class DecodedImages(RowSource):
-    """Row source that decodes and crops the images of an `ImageSource`.
+    """Source of batch rows that decodes and crops the images of an `ImageSource`.
 
     An image that cannot be read or decoded does not stop the run. The next readable image replaces it, with its own
     label and the crop of the corrupt one. Each corrupt image is logged once and counted on its rank. If there are more
@@ -98,7 +98,7 @@ class DecodedImages(RowSource):
         return label
 
     def _find(self, index: int) -> tuple[Pixels, int]:
-        """Return pixels and label of an image, or of the image that replaces it if it is corrupt."""
+        """Return the pixels and label of an image, or of the next readable image if it is corrupt."""
         # The replacement depends only on the dataset, so ranks and resumed runs agree, and every batch is full.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images

@@ -12,7 +12,7 @@ from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, T
 
 
 class InMemoryDataModule(pl.LightningDataModule):
-    """Data module of three image sets in memory, for any number of ranks. A subclass provides the sets.
+    """Data module for images that fit in memory, for any number of ranks. A subclass loads the images.
 
     Args:
         global_batch_size: Images per optimizer step, over all ranks and accumulation steps.
@@ -63,16 +63,16 @@ class InMemoryDataModule(pl.LightningDataModule):
 
     @abstractmethod
     def load(self) -> dict[str, ImageSet]:
-        """Return the sets `train`, `val` and `test`, which must be the same on every rank."""
+        """Load the splits `train`, `val` and `test`, which must be the same on every rank."""
 
     def setup(self, stage: str) -> None:
-        """Load the sets and compute the normalisation, on every rank."""
+        """Load all images, and compute mean and standard deviation of the training images, on every rank."""
         self.image_sets = self.load()
-        # Statistics of the training images only: evaluation must not use its own.
+        # Evaluation uses the statistics of the training images too.
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def train_dataloader(self) -> TrainLoader:
-        """Return this rank's training loader. Lightning sets its epoch."""
+        """Create this rank's training loader. Lightning sets its epoch."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],
@@ -94,9 +94,9 @@ class InMemoryDataModule(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> EvalLoader:
-        """Return this rank's loader of the validation images."""
+        """Create this rank's loader of the validation images."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> EvalLoader:
-        """Return this rank's loader of the test images."""
+        """Create this rank's loader of the test images."""
         return self._eval_loader("test")

@@ -1,4 +1,4 @@
-"""Loaders of image datasets that fit in memory, exact over ranks and resumable after any batch."""
+"""Data loaders for image datasets that fit in memory, for one rank each and resumable after any batch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoa
 
 
 class ImageSet(NamedTuple):
-    """Images and labels in memory: images uint8 `"sample channels height width"`, labels int64 `"sample"`."""
+    """Images and labels of one split in memory.
+
+    Images are uint8 `"sample channels height width"`. Labels are int64 `"sample"`.
+    """
 
     images: Tensor
     labels: Tensor
 
 
 class Normalize(NamedTuple):
-    """Map of uint8 grey levels to fp32 `(level - mean) / std`."""
+    """Callable that normalises uint8 images to fp32: `(level - mean) / std`."""
 
     mean: float
     std: float
 
     @classmethod
     def fitted_to(cls, images: Tensor) -> Normalize:
-        """Return the normalisation with the mean and standard deviation of these training images."""
+        """Create the normalisation from the mean and standard deviation of training images."""
         levels = images.double()
         return cls(mean=levels.mean().item(), std=levels.std().item())
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return a batch of normalised images in fp32."""
+        """Convert a batch of uint8 images to normalised fp32 images."""
         return (images.float() - self.mean) / self.std
 
 
 class TrainLoader(ResumableLoader):
-    """Training loader of one rank for shuffled epochs, resumable after any batch.
+    """Training loader of one rank that shuffles each epoch and can resume after any batch.
 
     Yields:
         `(images, labels)`: images fp32 `"batch channels height width"`, normalised; labels int64 `"batch"`.
@@ -91,7 +94,7 @@ class TrainLoader(ResumableLoader):
 
 
 class EvalLoader:
-    """Evaluation loader of one rank. Over all ranks every image occurs exactly once, see `eval_shares`."""
+    """Evaluation loader of one rank. Each image is loaded by exactly one rank, see `eval_shares`."""
 
     reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 
@@ -123,7 +126,7 @@ class EvalLoader:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Return each image moved down and right by its own number of pixels. Pixels from outside are black.
+    """Shift each image down and right by its own number of pixels, and fill uncovered pixels with black.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> shifted(image, torch.tensor([[1, 0]]))
@@ -137,7 +140,7 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
         margin = 0
     if margin == 0:
         return images
-    # Each image reads rows and columns of its own from a copy with black margins.
+    # Each image has its own row and column indices into a copy with black margins.
     padded = F.pad(images, (margin,) * 4)
     rows = torch.arange(height) + margin - shifts[:, 0, None]
     columns = torch.arange(width) + margin - shifts[:, 1, None]

@@ -1,4 +1,4 @@
-"""Progress bar with metrics of large-batch training that never synchronises with the device."""
+"""Progress bar with metrics of large-batch training that avoids synchronising with the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OTHER_COLUMNS = _BAR_WIDTH + len("0:00:00 • 0:00:00") + 4
 
 
 def labelled(metrics: dict[str, Any]) -> dict[str, str]:
-    """Return the metrics that a progress bar shows, with short labels and formatted values.
+    """Select the logged metrics that the progress bar shows, and format them with short labels.
 
     >>> labelled({"train/loss": 0.25, "throughput/images_per_s": 12345.6, "comm/exposed_s": 0.0123, "my/own": 1.0})
     {'loss': '0.25', 'img/s': '12,346', 'comm ms': '12'}
@@ -42,9 +42,9 @@ def labelled(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 def fitting(values: dict[str, Any], room: int) -> dict[str, Any]:
-    """Return the values whose text ` name: value` fits into a line of `room` characters.
+    """Return the entries of a dictionary that fit into a line of `room` characters.
 
-    Values that no longer fit are left out.
+    An entry is shown as ` name: value`. Entries that no longer fit are left out.
 
     >>> fitting({"loss": "0.25", "img/s": "12,346", "skipped": "0"}, room=24)
     {'loss': '0.25', 'skipped': '0'}
@@ -73,19 +73,19 @@ class _LoggedValues(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Read metrics at logged steps only, when `TrainingMetrics` has already read them from the device."""
+        """Update the shown metrics at logged steps only, when `TrainingMetrics` has copied them to the host."""
         if is_logged_step(trainer):
             self._read(trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the validation metrics."""
+        """Update the shown metrics after validation."""
         if not trainer.sanity_checking:
             self._read(trainer, pl_module)
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return the metrics that were read last."""
+        """Return the metrics of the last logged step or validation."""
         return dict(self._values)
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,9 +104,9 @@ class _LoggedValues(ProgressBar):
 
 class _RichBar(_LoggedValues, RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
-        """Return Lightning's columns with a short bar and without batches per second.
+        """Return the columns of Lightning's Rich bar, with a short bar and without the batches per second.
 
-        Images per second are shown instead.
+        The metric images per second replaces the batches per second.
         """
         columns = [
             base_column
@@ -119,7 +119,7 @@ class _RichBar(_LoggedValues, RichProgressBar):
         return columns
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return the last metrics that fit into one line of the terminal."""
+        """Return as many of the latest metrics as fit into one line of the terminal."""
         values = super().get_metrics(trainer, pl_module)
         if self._console is None:
             return values
@@ -147,8 +147,8 @@ class _PlainBar(_LoggedValues, TQDMProgressBar):
 def progress_bar(refresh_rate: int = 10, *, is_enabled: bool = True) -> Callback | None:
     """Create a progress bar with loss, throughput, exposed communication time and data waiting time.
 
-    It also shows metrics that the module logs with `prog_bar=True`. It is Rich's bar if `rich` is installed. Values are
-    those that `TrainingMetrics` read last, so list that callback before this one.
+    The bar also shows metrics that the module logs with `prog_bar=True`. It is Lightning's Rich bar if `rich` is
+    installed. The values are the latest ones of `TrainingMetrics`, so list that callback before this one.
 
     Args:
         refresh_rate: Refreshes per second of Rich's bar, or batches between two refreshes of the plain bar.

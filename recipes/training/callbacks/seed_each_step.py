@@ -18,11 +18,11 @@ _VALIDATION = 2
 
 
 class SeedEachStep(Callback):
-    """Callback that seeds the random generators for each batch from (seed, rank, epoch, batch).
+    """Callback that seeds all random number generators before each batch from (seed, rank, epoch, batch).
 
     A run resumed in the middle of an epoch then draws the same dropout masks as an uninterrupted run, on each rank. The
-    start of an epoch is seeded from (seed, rank, epoch), and a validation from these and the step. The callback seeds
-    the generators of torch (CPU and CUDA), NumPy and Python. List it before callbacks that draw random numbers.
+    start of an epoch is seeded from (seed, rank, epoch), and a validation from (seed, rank, epoch, step). The callback
+    seeds the generators of torch (CPU and CUDA), NumPy and Python. List it before callbacks that draw random numbers.
 
     Args:
         seed: Seed of the run.
@@ -33,17 +33,17 @@ class SeedEachStep(Callback):
         self.seed = seed
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Seed the random numbers that are drawn before the first batch."""
+        """Seed the random number generators for code that runs before the first batch of an epoch."""
         self._seed(trainer, 0, _EPOCH)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Seed the random numbers of the batch."""
+        """Seed the random number generators for a training batch."""
         self._seed(trainer, batch_idx)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Seed the random numbers of a validation, which may run after any batch of the epoch."""
+        """Seed the random number generators for a validation, which may run after any batch of an epoch."""
         self._seed(trainer, trainer.global_step, _VALIDATION)
 
     def _seed(self, trainer: pl.Trainer, *place: int) -> None:

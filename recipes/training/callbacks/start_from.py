@@ -1,4 +1,4 @@
-"""Initialisation from the weights of an earlier run, whose network may have fewer blocks."""
+"""Callback that initialises a network from a checkpoint of a network with the same or a smaller depth."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ BLOCK = re.compile(r"\.(\d+)\.")
 class StartFrom(Callback):
     """Callback that initialises the network with the weights of a checkpoint.
 
-    A resumed fit keeps its own weights. Block i of a stack of blocks gets the weights of block i mod m if the stack in
+    A resumed run keeps its own weights. Block i of a stack of blocks gets the weights of block i mod m if the stack in
     the checkpoint had m blocks (Gong et al. 2019, "Efficient training of BERT by progressively stacking", PMLR
-    97:2337). Tensors of another shape keep their initial values. So a deep network can start from a shallow one, and a
-    training phase from the previous one.
+    97:2337). Tensors of another shape keep their initial values. A deep network can therefore start from a shallow one,
+    and a training phase can start from the previous phase.
 
     Args:
         path: Checkpoint of `recipes/train.py`.
 
     Raises:
-        ValueError: The file does not exist, or none of its tensors fits the network.
+        ValueError: The file does not exist, or none of its tensors has the name and shape of a tensor of the network.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,7 +42,7 @@ class StartFrom(Callback):
         self.path = path
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Copy the weights before the strategy creates its master weights."""
+        """Copy the checkpoint's weights into the network, before the strategy creates fp32 master weights."""
         if stage != "fit" or trainer.ckpt_path is not None:
             return
         saved = load_unchecked(Path(self.path), map_location="cpu", mmap=True)["state_dict"]
@@ -67,9 +67,9 @@ class StartFrom(Callback):
 
 
 def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map the name of each tensor of the network to the checkpoint tensor that initialises it.
+    """Map each tensor name of the network to the name of the checkpoint tensor that initialises it.
 
-    Tensors without a counterpart of the same shape are left out.
+    Tensors for which the checkpoint has no tensor of the same shape are left out.
 
     >>> deep, shallow = ({f"layer.{i}.weight": torch.zeros(2) for i in range(n)} for n in (5, 2))
     >>> list(sources_of(deep, shallow).values())
@@ -92,7 +92,7 @@ def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[s
 
 
 def _depths(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of blocks in each stack, by the name before the first block number."""
+    """Return the number of blocks in each stack of blocks, by the common prefix of their tensor names."""
     depths = dict[str, int]()
     for name in names:
         if row := BLOCK.search(name):

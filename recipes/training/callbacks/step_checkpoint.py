@@ -1,4 +1,4 @@
-"""Checkpoints within an epoch from which a run resumes without skipping validation or epoch-end work."""
+"""Checkpoint callback for mid-epoch checkpoints that resume without skipping validation or epoch-end hooks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """`ModelCheckpoint` that never saves between a step and the validation or epoch end that follows it.
+    """`ModelCheckpoint` that postpones a checkpoint if validation or the epoch end follows the step.
 
-    With `every_n_train_steps`, such a checkpoint is saved at the end of the epoch or, in the middle of an epoch, one
-    step later. All arguments and other behaviour are those of `ModelCheckpoint`.
+    With `every_n_train_steps`, a postponed checkpoint is saved at the end of the epoch or, in the middle of an epoch,
+    one step later. All arguments and other behaviour are those of `ModelCheckpoint`.
     """
 
     # Lightning 2.6 treats a checkpoint that was written there as one of a finished epoch. A run that resumes from it
@@ -27,12 +27,12 @@ class StepCheckpoint(ModelCheckpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save a checkpoint that is due, or postpone it until after a validation or epoch end."""
+        """Save a due checkpoint, or postpone it if validation or the end of the epoch follows this batch."""
         every = self._every_n_train_steps
         step = trainer.global_step
         loop = trainer.fit_loop.epoch_loop
         is_its_step = every > 0 and step % every == 0
-        # Due once per optimizer step, even with gradient accumulation.
+        # A checkpoint is due once per optimizer step, even with gradient accumulation.
         self._is_due |= is_its_step and self._last_global_step_saved != step
         data_fetcher = trainer.fit_loop._data_fetcher
         assert data_fetcher is not None
@@ -49,7 +49,7 @@ class StepCheckpoint(ModelCheckpoint):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save as `ModelCheckpoint` does, including a postponed checkpoint."""
+        """Save checkpoints as `ModelCheckpoint` does, and save a postponed checkpoint."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._is_due:
             self._save(trainer)

@@ -1,4 +1,4 @@
-"""Ablation of fp32 master weights: weights and optimizer state are rounded to fp16 after each step."""
+"""Ablation of fp32 master weights by rounding weights and optimizer state to fp16 after each step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import Callback
 class WithoutMasters(Callback):
     """Callback that rounds all weights and the optimizer state to fp16 after each optimizer step.
 
-    Between two steps, training then keeps only what a plain fp16 model stores: an update below half the distance
-    between two fp16 numbers is lost. The update itself is still computed in fp32.
+    Between two steps, weights then have only the precision of a plain fp16 model: an update that is smaller than half
+    the distance between two fp16 numbers is lost. The update itself is still computed in fp32.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class WithoutMasters(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Round weights and optimizer state, once per optimizer step."""
+        """Round weights and optimizer state to fp16, once per optimizer step."""
         if trainer.global_step == self._rounded_step:
             return
         self._rounded_step = trainer.global_step
