@@ -81,7 +81,7 @@ def count_rows(batch: Any) -> int:
             matching = list(list_lengths)
         elif not array_lengths:
             raise ValueError(
-                f"the lists of `batch` (of lengths {sorted(list_lengths)}) must have one entry per sample, because "
+                f"The lists in `batch` (of lengths {sorted(list_lengths)}) must have one entry per sample, because "
                 "the batch is split by samples. Give all lists the same length, or add a tensor with one row per "
                 "sample to the batch."
             )
@@ -91,8 +91,9 @@ def count_rows(batch: Any) -> int:
             matching = [num_rows]
     if len(matching) != 1:
         raise ValueError(
-            f"the tensors of `batch` (of {sorted(array_lengths)} rows) must all have one row per sample, because the "
-            "batch is split by rows. Keep constants in the module, and put samples of different lengths into a list."
+            f"The tensors in `batch` (with {sorted(array_lengths)} rows) must all have one row per sample, because "
+            "the batch is split by rows. Store constants in the module, and return samples of different lengths as a "
+            "list."
         )
     return matching[0]
 
@@ -157,8 +158,9 @@ def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
         return False
     if num_rows > 1 and all(_is_list(entry) and len(entry) == num_rows for entry in value):
         raise ValueError(
-            f"`batch` must not hold a list of {num_rows} lists of {num_rows} entries, because the lists may be samples "
-            "or columns. Return them as separate entries of a dictionary, or as a NumPy array with one row per sample."
+            f"`batch` must not contain a list of {num_rows} lists with {num_rows} entries each, because the inner "
+            "lists could be samples or columns. Return them as separate entries of a dictionary, or as a NumPy array "
+            "with one row per sample."
         )
     return True
 
@@ -263,6 +265,6 @@ def _refuse_unknown_objects(batch: Any) -> None:
         has_parts = hasattr(leaf, "__len__") or hasattr(leaf, "__next__")
         if has_parts and not isinstance(leaf, Tensor | np.ndarray | np.generic | str | bytes):
             raise ValueError(
-                f"`batch` must not hold a {type(leaf).__name__}, because it is unknown where the samples begin in "
-                "such an object. Use tensors, arrays, lists or dictionaries."
+                f"`batch` must not contain a {type(leaf).__name__}, because it is unknown how to split this object "
+                "into samples. Use tensors, arrays, lists or dictionaries."
             )

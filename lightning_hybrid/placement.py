@@ -54,9 +54,9 @@ class Part:
         for name, value in (("begin", self.begin), ("end", self.end)):
             if value % BLOCK and value != self.numel:
                 raise ValueError(
-                    f"`{name}` (={value}) must be a multiple of {BLOCK} or the tensor's end ({self.numel}), because "
-                    "squares are summed per block so that norms are bitwise equal for any division between ranks. "
-                    "Use a value that `spans` returns."
+                    f"`{name}` (={value}) must be a multiple of {BLOCK} or the end of the tensor ({self.numel}), "
+                    "because squares are summed per block, so that norms are bit-identical however the tensor is "
+                    "divided among ranks. Use a value that `spans` returns."
                 )
 
 

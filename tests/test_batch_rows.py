@@ -118,12 +118,12 @@ def test_a_batch_that_fits_is_given_as_it_is():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ([torch.ones(2, 2), torch.ones(3, 2)], r"the tensors of `batch` \(of \[2, 3\] rows\)"),
-        ({"x": X, "weights": np.ones(3)}, r"the tensors of `batch` \(of \[3, 5\] rows\)"),
-        ({"a": TEXTS, "b": TEXTS[1:]}, r"the lists of `batch` \(of lengths \[4, 5\]\)"),
-        ({"x": X[:2], "texts": [["a", "b"], ["c", "d"]]}, "a list of 2 lists of 2 entries"),
-        ({"x": X, "names": set(TEXTS)}, "`batch` must not hold a set"),
-        ({"x": X, "rows": iter(TEXTS)}, "`batch` must not hold a list_iterator"),
+        ([torch.ones(2, 2), torch.ones(3, 2)], r"The tensors in `batch` \(with \[2, 3\] rows\)"),
+        ({"x": X, "weights": np.ones(3)}, r"The tensors in `batch` \(with \[3, 5\] rows\)"),
+        ({"a": TEXTS, "b": TEXTS[1:]}, r"The lists in `batch` \(of lengths \[4, 5\]\)"),
+        ({"x": X[:2], "texts": [["a", "b"], ["c", "d"]]}, "a list of 2 lists with 2 entries each"),
+        ({"x": X, "names": set(TEXTS)}, "`batch` must not contain a set"),
+        ({"x": X, "rows": iter(TEXTS)}, "`batch` must not contain a list_iterator"),
         (3, r"`batch` \(of type int\) must have one row per sample"),
     ],
 )

@@ -78,12 +78,12 @@ class MasterWeightAveraging(EMAWeightAveraging):
         decay = plain_value(decay)
         if not 0 <= decay <= 1:
             raise ValueError(
-                f"`decay` (={decay}) must be between 0 and 1, because it is the share of the average that "
-                "each update keeps. A decay of 0.999 averages about a thousand steps."
+                f"`decay` (={decay}) must be between 0 and 1, because each update multiplies the previous average by "
+                "it. For example, decay=0.999 averages over about a thousand steps."
             )
         every = plain_value(kwargs.pop("update_every_n_steps", 1))
         require_whole(
-            "update_every_n_steps", every, "steps are counted. Write update_every_n_steps=1"
+            "update_every_n_steps", every, "it is a number of steps. Set update_every_n_steps=1"
         )
         super().__init__(decay=decay, update_every_n_steps=every, **kwargs)
         self._is_handed_over = False
@@ -92,9 +92,9 @@ class MasterWeightAveraging(EMAWeightAveraging):
         """Create the averaged model on the training device."""
         if isinstance(trainer.strategy, ModelParallelStrategy):
             raise ValueError(
-                f"`strategy` (={type(trainer.strategy).__name__}) cannot be combined with "
-                "MasterWeightAveraging, because the average is a copy of the module and FSDP2 cannot copy "
-                "one. Leave the callback out, or use another strategy."
+                f"`strategy` (={type(trainer.strategy).__name__}) cannot be combined with MasterWeightAveraging, "
+                "because the callback averages a copy of the module, but FSDP2 modules cannot be copied. Remove the "
+                "callback, or use another strategy."
             )
         # Lightning would create the copy on the module's current device, because the module moves
         # to the training device later.

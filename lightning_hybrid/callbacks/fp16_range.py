@@ -117,7 +117,9 @@ def half_precision_report(
         ValueError: The module uses manual optimization, or has no parameters yet.
     """
     num_batches = plain_value(num_batches)
-    require_whole("num_batches", num_batches, "so many batches are run. Write num_batches=2")
+    require_whole(
+        "num_batches", num_batches, "it is the number of batches to run. Set num_batches=2"
+    )
     _check_module(module)
     counts = _ExponentCounts()
     shadow = _observed_copy(module, counts)
@@ -145,8 +147,8 @@ def _check_module(module: pl.LightningModule) -> None:
     else:
         return
     raise ValueError(
-        f"{subject} leaves the report on half precision nothing to see: it runs `training_step` of layers that exist, "
-        "and backward of the loss that comes back. Leave `HalfPrecisionReport` out."
+        f"{subject} cannot be combined with the half-precision report, because the report needs existing parameters "
+        "and runs backward on the loss that `training_step` returns. Remove `HalfPrecisionReport`."
     )
 
 

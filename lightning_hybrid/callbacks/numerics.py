@@ -85,7 +85,7 @@ class NumericsMonitor(Callback):
     """
 
     def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
-        why = "so often a gradient must be found zero. Write patience=3"
+        why = "it is the number of consecutive checks at which a gradient must be zero. Set patience=3"
         patience = plain_value(patience)
         require_whole("patience", patience, why, unit="logged steps")
         self.folder = None if run_dir is None else Path(run_dir) / "numbers"
@@ -195,11 +195,10 @@ class NumericsMonitor(Callback):
 
         step, rank = divmod(step_and_rank, world_size)
         error = (
-            f"The loss is not finite since step {step}, on rank {rank} first, and precision="
-            f"{trainer.precision_plugin.precision!r} skips no step: the weights are lost. "
-            f"{self._describe_losses_of_ranks(trainer)} "
-            "Look at the learning rate, at the data of that batch, and for a log or division of 0 in the loss; resume "
-            f"from a checkpoint written before step {step}."
+            f"The loss has not been finite since step {step}, first on rank {rank}. The weights are lost, because "
+            f"precision={trainer.precision_plugin.precision!r} does not skip such steps. "
+            f"{self._describe_losses_of_ranks(trainer)} Check the learning rate and the data of that batch, and look "
+            f"for a log of 0 or a division by 0 in the loss. Then resume from a checkpoint written before step {step}."
         )
         saved = self._save(trainer, error, batch, batch_idx, is_concerned=True)
         raise NonFiniteLossError(error + saved)
@@ -208,8 +207,8 @@ class NumericsMonitor(Callback):
         num_bad = int(self._bad_losses.number)
         if num_bad > self._num_reported:
             warnings.warn(
-                f"The loss of {num_bad - self._num_reported} batches on {_name_rank(trainer)} was inf or nan, the "
-                f"last: {self._bad_losses.describe_last()}. Their steps were skipped.",
+                f"The loss of {num_bad - self._num_reported} batches on {_name_rank(trainer)} was inf or nan (last: "
+                f"{self._bad_losses.describe_last()}). Their steps were skipped.",
                 stacklevel=2,
             )
         self._num_reported = num_bad
@@ -233,9 +232,9 @@ class NumericsMonitor(Callback):
         if num_steps >= STEPS_AT_FLOOR and not self._has_warned_of_floor and trainer.is_global_zero:
             self._has_warned_of_floor = True
             warnings.warn(
-                f"`loss_scale` (={min(values):g}) has been at its floor for {num_steps} steps: gradients below 2**-24 "
-                "= 6e-8 are lost. Larger ones overflow again and again, so clip gradients, lower the learning rate, "
-                f"or use precision='bf16-true'. The scale: {self._describe_scales()}.",
+                f"`loss_scale` (={min(values):g}) has been at its minimum for {num_steps} steps: gradients below "
+                "2**-24 = 6e-8 are lost, but larger scales overflow again and again. Clip gradients, lower the "
+                f"learning rate, or use precision='bf16-true'. Recent scales: {self._describe_scales()}.",
                 stacklevel=2,
             )
 
@@ -294,16 +293,19 @@ class NumericsMonitor(Callback):
     def _warn_of_dead(self, dead: list[str], *, num_parameters: int, step: int) -> None:
         if len(dead) == num_parameters:
             subject = "All gradients are"
-            cause = "nothing is learned: is the loss detached, or the loss scale so small that all gradients underflow?"
+            cause = (
+                "the model does not learn. Check whether the loss is detached, or whether the loss scale is so small "
+                "that all gradients underflow."
+            )
         else:
             names = first_of([f"`{name}`" for name in dead], MOST_NAMES)
             subject = f"The gradient of {names} ({len(dead)} of {num_parameters}) is"
             cause = (
-                "these layers do not learn: are they used, and do their activations die (ReLU below 0 for every "
-                "input)? Freeze them with requires_grad=False if that is wanted."
+                "these layers do not learn. Check whether they are used, and whether their activations are dead (ReLU "
+                "inputs below 0 for every sample). Freeze them with requires_grad=False if this is intended."
             )
         warnings.warn(
-            f"{subject} zero, at {self.patience} logged steps in a row up to step {step}: {cause}",
+            f"{subject} zero at {self.patience} consecutive logged steps up to step {step}: {cause}",
             stacklevel=3,
         )
 
@@ -329,7 +331,7 @@ class NumericsMonitor(Callback):
         try:
             self._add_diagnosis(trainer, exception, batch, batch_idx, probes)
         except Exception as error:  # for example because the device no longer responds
-            exception.add_note(f"Nothing more could be found out: {type(error).__name__}: {error}")
+            exception.add_note(f"The diagnosis failed: {type(error).__name__}: {error}")
 
     def _add_diagnosis(
         self,
@@ -342,7 +344,7 @@ class NumericsMonitor(Callback):
         description, is_bad_batch = describe_batch(batch)
         is_concerned = True
         if isinstance(exception, EndlessOverflowError):
-            diagnosis = f"{self._losses_of_ranks}{_describe_layers(probes)} The scale: {self._describe_scales()}."
+            diagnosis = f"{self._losses_of_ranks}{_describe_layers(probes)} Recent scales: {self._describe_scales()}."
             exception.args = (f"{exception} {diagnosis}",)
             is_concerned = is_bad_batch or int(self._bad_losses.number) > 0
         saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=is_concerned)
@@ -367,8 +369,8 @@ class NumericsMonitor(Callback):
         except (OSError, RuntimeError) as save_error:
             # A full disk, for example, must not hide the original error.
             reason = str(save_error).partition("\n")[0]
-            return f" The state was not saved for a look: {reason}."
-        return "" if path is None else f" Saved for a look: {path}."
+            return f" The state could not be saved for inspection: {reason}."
+        return "" if path is None else f" The state was saved for inspection: {path}."
 
     # ---- descriptions --------------------------------------------------------------------------
 
@@ -459,8 +461,8 @@ def _describe_layers(probes: LayerProbes | None) -> str:
         return ""
     first = probes.first_not_finite()
     if first is None:
-        return f" The outputs of all {probes.num_layers} layers were finite: it is in the loss, or in backward."
-    return f" The first layer to put out inf or nan was {first}."
+        return f" The outputs of all {probes.num_layers} layers were finite, so the loss or backward is the cause."
+    return f" The first layer whose output had inf or nan was {first}."
 
 
 def _reads_are_free(device: torch.device) -> bool:

@@ -73,7 +73,11 @@ class RecalibrateBatchNorm(Callback):
         forward: Callable[[pl.LightningModule, Any], Any] | None = None,
     ) -> None:
         num_images = plain_value(num_images)
-        require_whole("num_images", num_images, "statistics need images. Write num_images=2048")
+        require_whole(
+            "num_images",
+            num_images,
+            "the statistics are computed from this number of images. Set num_images=2048",
+        )
         self.num_images = num_images
         self.forward = forward or _forward_images
         self._has_warned = False
@@ -99,8 +103,8 @@ class RecalibrateBatchNorm(Callback):
     def _recalibrate(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if run_status(trainer).replica_group is not None:
             raise misconfiguration(
-                "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline', because it runs "
-                "the network outside of a step, where each rank has only its own stages. Leave it out."
+                "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline', because it runs the "
+                "network outside of a training step, where each rank has only its own stages. Remove the callback."
             )
         layers = {}
         for name, layer in pl_module.named_modules():
@@ -108,7 +112,7 @@ class RecalibrateBatchNorm(Callback):
                 layers[name] = layer
         if not layers:
             rank_zero_warn(
-                "`RecalibrateBatchNorm`: the module has no BatchNorm with running statistics."
+                "`RecalibrateBatchNorm` has no effect, because the module has no BatchNorm with running statistics."
             )
             return
 
@@ -136,7 +140,7 @@ class RecalibrateBatchNorm(Callback):
         self._has_warned = True
         frozen = [f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen]
         rank_zero_warn(
-            f"`RecalibrateBatchNorm`: {', '.join(frozen)} keep their statistics, because they are in "
+            f"`RecalibrateBatchNorm` does not update the statistics of {', '.join(frozen)}, because they are in "
             "evaluation mode while the module trains."
         )
 
@@ -338,7 +342,7 @@ def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
     if source is None or (hasattr(source, "state_dict") and not is_module):
         description = "none"
         if source is not None:
-            description = f"a `{type(source).__name__}`, whose place in the epoch would be lost"
+            description = f"a `{type(source).__name__}`, whose position in the epoch would be lost"
         raise RuntimeError(
             f"`{asked_by}` needs training data to create a loader from, but found {description}. Pass a "
             "data module to `trainer.fit` and `trainer.test`."
@@ -358,9 +362,8 @@ def _to_device(trainer: pl.Trainer, batch: Any) -> Any:
 def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
     if type(module).forward is nn.Module.forward:
         raise RuntimeError(
-            f"`{type(module).__name__}.forward` is not defined, so `RecalibrateBatchNorm` cannot run the "
-            "network. Define it, or use `RecalibrateBatchNorm(forward=lambda module, batch: "
-            "module.net(batch[0]))`."
+            f"`{type(module).__name__}.forward` is not defined, so `RecalibrateBatchNorm` cannot run the network. "
+            "Define it, or set `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
         )
     if isinstance(batch, tuple | list):
         return module(batch[0])

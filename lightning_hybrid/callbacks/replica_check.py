@@ -86,8 +86,8 @@ class ReplicaCheck(Callback):
 
     def __init__(self, every_n_steps: int = 100) -> None:
         why = (
-            "from a comparison of the ranks to the next: the most steps for which a rank that drifted stays unseen. "
-            "Write every_n_steps=100, or leave `ReplicaCheck` out"
+            "it is the number of steps between two comparisons of the ranks. Set every_n_steps=100, or remove "
+            "`ReplicaCheck`"
         )
         every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why, unit="steps")
@@ -239,7 +239,7 @@ class ReplicaCheck(Callback):
         numbering = ""
         if group is not None:
             ranks = dist.get_process_group_ranks(group)
-            numbering = f" Here ranks {ranks} are numbered from 0."
+            numbering = f" In this message, ranks {ranks} are numbered from 0."
 
         is_start = last_checked_step < 0
         since = f"between steps {last_checked_step} and {step}"
@@ -248,9 +248,10 @@ class ReplicaCheck(Callback):
         if not names_that_differ(fingerprints):
             difference = differing([state.order for state in states])
             return DataOrderError(
-                f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
-                f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "
-                f"data and options, and call `set_epoch` on all.{places_of([], hosts)}{numbering}"
+                f"The ranks read the data in different orders, which was detected {since} (`every_n_steps` "
+                f"(={self.every_n_steps})): {difference}. Some samples would be read twice in an epoch and others "
+                "never. Use the same seed, data and options on every rank, and call `set_epoch` on all "
+                f"ranks.{places_of([], hosts)}{numbering}"
             )
 
         if is_start:
@@ -258,12 +259,12 @@ class ReplicaCheck(Callback):
         else:
             cure = (
                 "Look for code that runs on some ranks only, for random numbers that differ between ranks, and for "
-                f"faulty memory; resume from a checkpoint written up to step {last_checked_step}."
+                f"faulty memory. Then resume from a checkpoint written up to step {last_checked_step}."
             )
         return ReplicaDriftError(
-            f"The ranks no longer hold the same model; they parted {since} (`every_n_steps` (={self.every_n_steps})): "
-            f"{first_difference(fingerprints, hosts)}. Their gradients are of different weights, so the averages are "
-            f"of no model at all. {cure}{numbering}"
+            f"The ranks no longer have the same weights. They diverged {since} (`every_n_steps` "
+            f"(={self.every_n_steps})): {first_difference(fingerprints, hosts)}. Averages of their gradients are "
+            f"meaningless, because they belong to different weights. {cure}{numbering}"
         )
 
 

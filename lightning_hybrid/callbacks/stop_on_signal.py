@@ -81,7 +81,10 @@ class StopOnSignal(Callback):
         signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
-        why = "so often all ranks are asked whether one of them received a signal. Write every_n_steps=1"
+        why = (
+            "it is the number of steps after which all ranks check whether one of them received a signal. Set "
+            "every_n_steps=1"
+        )
         every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why)
         self.dirpath = dirpath
@@ -323,7 +326,7 @@ def _signal_of(name: str) -> signal.Signals:
         return signal.Signals[name]
     except KeyError:
         raise ValueError(
-            f"`signals` (={name}) must be names of signals, such as SIGTERM or SIGUSR1: there is no such one here."
+            f"`signals` (={name}) must be names of signals that this system has. Use SIGTERM or SIGUSR1, for example."
         ) from None
 
 

@@ -48,7 +48,7 @@ class TimeToAccuracy(Callback):
         require_choice("mode", mode, ("max", "min"), why)
         if monitor in (m.VAL_ACC, m.VAL_ACC_TOP5) and not 0 < target <= 1:
             raise ValueError(
-                f"`target` (={target}) must be above 0 and at most 1, because `{monitor}` is a share, not a "
+                f"`target` (={target}) must be above 0 and at most 1, because `{monitor}` is a fraction, not a "
                 "percentage. Set target=0.759 for 75.9 %."
             )
         self.target = target
@@ -132,8 +132,8 @@ class TimeToAccuracy(Callback):
         if value is None:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(
-                f"`monitor` (={self.monitor!r}) must be a metric that validation logs (logged so far: "
-                f"{logged}). Name one of them, or log it with `self.log` in `validation_step`."
+                f"`monitor` (={self.monitor!r}) must be a metric that validation logs, but validation has only "
+                f"logged: {logged}. Set one of these, or log the metric with `self.log` in `validation_step`."
             )
         if self.mode == "max":
             is_reached = float(value) >= self.target

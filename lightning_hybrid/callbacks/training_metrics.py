@@ -59,9 +59,9 @@ class TrainingMetrics(Callback):
         flops_per_image = plain_value(flops_per_image)
         peak_flops_per_s = plain_value(peak_flops_per_s)
         require_whole(
-            "skip_steps", skip_steps, "steps are counted; 0 leaves none out of the clock", least=0
+            "skip_steps", skip_steps, "it is a number of steps. Set 0 to time all steps", least=0
         )
-        why = "utilisation is a quotient. Leave it out where it is not known"
+        why = "utilisation is computed from it. Leave it out if it is not known"
         if flops_per_image is not None:
             require_positive("flops_per_image", flops_per_image, why)
         if peak_flops_per_s is not None:

@@ -190,18 +190,18 @@ def _link_old(path: Path, old: Path) -> bool:
 
 def _write_error_text(path: Path, cause: OSError) -> str:
     remedies = {
-        errno.ENOSPC: "the disk is full: free some of it, or write elsewhere",
-        errno.EDQUOT: "your quota is used up: free some of it, or write elsewhere",
-        errno.EFBIG: "files may not become that large here (`ulimit -f`)",
-        errno.EROFS: "the disk is read-only: write elsewhere",
-        errno.EACCES: "this user may not write there: write elsewhere, or change the permissions",
+        errno.ENOSPC: "the disk is full. Free some space, or set another directory",
+        errno.EDQUOT: "your disk quota is exhausted. Free some space, or set another directory",
+        errno.EFBIG: "the file exceeds the size limit (`ulimit -f`). Raise the limit, or set another directory",
+        errno.EROFS: "the disk is read-only. Set another directory",
+        errno.EACCES: "this user cannot write to the directory. Change its permissions, or set another directory",
     }
     remedy = "write elsewhere"
     if cause.errno is not None:
         remedy = remedies.get(cause.errno, remedy)
-    remaining = "No file was left there"
+    remaining = "No incomplete file was left"
     if path.exists():
-        remaining = "The checkpoint that is there is the old one, whole"
+        remaining = "The previous checkpoint at this path is undamaged"
     return f"`{path}` was not written ({cause.strerror}): {remedy} (`dirpath` of ModelCheckpoint). {remaining}."
 
 
@@ -241,12 +241,12 @@ def load_unchecked(
             reason = first_line(error)
             if isinstance(error, UnpicklingError):
                 # torch's advice to load it with weights_only=False would not help, and is dangerous.
-                reason = "its content is not that of a file that `torch.save` writes"
+                reason = "it is not a file written by `torch.save`"
             raise DamagedCheckpointError(_damaged(path, reason)) from error
         raise RefusedCheckpointError(
-            f"`{path}` contains objects of {', '.join(refused_classes)}. Loading them would run code that "
-            "the file names, so nothing was loaded. If you trust the file, set weights_only=False, or "
-            "call torch.serialization.add_safe_globals with these classes first."
+            f"`{path}` contains objects of {', '.join(refused_classes)}. Loading such objects can run arbitrary code, "
+            "so the file was not loaded. If you trust the file, set weights_only=False, or call "
+            "torch.serialization.add_safe_globals with these classes first."
         ) from None
 
 
@@ -326,20 +326,26 @@ def not_found(path: Path) -> str:
     problem = f"Checkpoint file not found: {path}."
     if path.is_dir():
         folder = path
-        problem = f"Checkpoint file not found: {path} is a folder, and must be a file."
+        problem = f"Checkpoint file not found: {path} is a folder, but must be a file."
     if not folder.is_dir():
-        return f"{problem} There is no folder {folder} either. Give the path of a file that a run has written."
+        return (
+            f"{problem} The folder {folder} does not exist either. Set the path of a checkpoint that a run has "
+            "written."
+        )
     checkpoints = sorted(folder.glob("*.ckpt"), key=os.path.getmtime, reverse=True)
     if not checkpoints:
-        return f"{problem} The folder {folder} holds no checkpoint. Give the path of a file that a run has written."
+        return (
+            f"{problem} The folder {folder} contains no checkpoint. Set the path of a checkpoint that a run has "
+            "written."
+        )
     names = ", ".join(checkpoint.name for checkpoint in checkpoints[:3])
-    return f"{problem} The newest in {folder}: {names}. Give the path of one of them."
+    return f"{problem} The newest checkpoints in {folder} are {names}. Set the path of one of them."
 
 
 def _damaged(path: Path, reason: str) -> str:
     return (
-        f"`{path}` is not the checkpoint that was written: {reason}. Resume from another one, such as "
-        f"{previous_of(path).name} if it exists. `lightning-hybrid train` finds the newest whole one with resume=auto."
+        f"`{path}` is damaged: {reason}. Resume from another checkpoint, such as {previous_of(path).name} if it "
+        "exists. `lightning-hybrid train` finds the newest undamaged one with resume=auto."
     )
 
 

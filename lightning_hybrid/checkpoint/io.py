@@ -72,12 +72,14 @@ class DurableCheckpointIOMixin(_Base):
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        why = "the one that is being written is in memory. Write max_in_memory=1"
+        why = "it includes the checkpoint that is being written. Set max_in_memory=1"
         max_in_memory = plain_value(max_in_memory)
         timeout_s = plain_value(timeout_s)
         require_whole("max_in_memory", max_in_memory, why, unit="checkpoints")
         require_positive(
-            "timeout_s", timeout_s, "it is how long to wait for the disk, in seconds. 900 is usual"
+            "timeout_s",
+            timeout_s,
+            "it is the time to wait for the disk, in seconds. Set timeout_s=900, for example",
         )
         why = "raise ends the run when a checkpoint is not written, warn lets it continue with the old one"
         require_choice("on_error", on_error, ("raise", "warn"), why)
@@ -190,9 +192,9 @@ class DurableCheckpointIOMixin(_Base):
 
     def _too_slow(self) -> CheckpointWriteError:
         return CheckpointWriteError(
-            f"`timeout_s` (={self.timeout_s:g}) is over and {self._thread.num_jobs} checkpoints are not yet written: "
-            "the disk hangs, or is too slow for them. Earlier checkpoints are whole. Save less often, increase "
-            "`timeout_s`, or check the disk."
+            f"`timeout_s` (={self.timeout_s:g}) has passed, but {self._thread.num_jobs} checkpoints have not been "
+            "written, because the disk hangs or is too slow. Earlier checkpoints are undamaged. Save less often, "
+            "increase `timeout_s`, or check the disk."
         )
 
     # ---- errors ----------------------------------------------------------------------------------------------------

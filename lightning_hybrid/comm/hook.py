@@ -128,14 +128,15 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
     buffer = bucket.buffer()
     if engine is None:
         raise RuntimeError(
-            "the state of the DDP hook has no engine, because it was unpickled. Register the hook again with a new "
-            "`HookState(engine=...)`."
+            "The state of the DDP communication hook has no engine, because it was unpickled. Register the hook again "
+            "with a new `HookState(engine=...)`."
         )
     state.num_buckets += 1
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         raise TypeError(
-            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real, because this "
-            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or strategy='ddp'."
+            f"Bucket {bucket.index()} (layout {buffer.layout}, dtype {buffer.dtype}) must be dense and real, because "
+            "this strategy cannot average sparse or complex gradients. Set `sparse=False` in embeddings, or use "
+            "strategy='ddp'."
         )
     if bucket.is_last():
         # Buckets come in order: all gradients of this rank are ready.

@@ -153,7 +153,7 @@ class CommPlan:
             "last_bucket_bytes",
             self.last_bucket_bytes,
             least=1,
-            cure="it limits the size of the last bucket. The value of `bucket_bytes` makes it like the others",
+            cure="it limits the size of the last bucket. Set the value of `bucket_bytes` to treat it like the others",
         )
         _require_bytes(
             "hierarchical_below_bytes",
@@ -165,12 +165,12 @@ class CommPlan:
             "chunk_bytes",
             self.chunk_bytes,
             least=1,
-            cure="it is the size of a chunk. A value above `bucket_bytes` means one chunk",
+            cure="it is the size of a chunk. Set a value above `bucket_bytes` to use one chunk",
         )
         if self.num_buckets is not None:
             why = (
-                "it is the number of buckets to aim at. Set 1 to fill buckets up to `bucket_bytes`, or None to choose "
-                "by the number of nodes"
+                "it is the target number of buckets. Set 1 to fill buckets up to `bucket_bytes`, or None to choose by "
+                "the number of nodes"
             )
             require_whole("num_buckets", self.num_buckets, why)
         why = "it enables or disables the comparison of the order of buckets"
@@ -178,8 +178,8 @@ class CommPlan:
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
                 f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16, because "
-                "each group costs every rank a thread and a process group per stage. Use at most 4: more have never "
-                "been faster."
+                "each group needs a thread and a process group per stage on every rank. Set 4 or less, because more "
+                "groups have not been faster."
             )
 
     def bucket(
@@ -364,9 +364,9 @@ class CommPlan:
         if self.algorithm != "two_level" or topology.ranks_per_node is not None:
             return None
         return (
-            f"`algorithm` (='two_level') needs nodes of equal size, and the {topology.world_size} ranks are spread "
-            f"unevenly over {topology.num_nodes} nodes. The flat ring is used instead. Set "
-            "comm=Comm(algorithm='hierarchical'), which works with uneven nodes, to silence this warning."
+            "`algorithm` (='two_level') requires the same number of ranks on every node, but the "
+            f"{topology.world_size} ranks are spread unevenly over {topology.num_nodes} nodes. The flat ring is used "
+            "instead. To silence this warning, set comm=Comm(algorithm='hierarchical'), which supports uneven nodes."
         )
 
     def describe(self, topology: NodeShape, *, on_cuda: bool = False) -> str:
@@ -426,12 +426,12 @@ class CommPlan:
             )
         except RecursionError:
             raise ValueError(
-                f"a plan (={text[:80]!r}) must be a JSON object of numbers and strings, and this one is nested too "
-                "deeply. Write it with `CommPlan.to_json`."
+                f"A plan (={text[:80]!r}) must be a JSON object of numbers and strings, but this one is nested too "
+                "deeply. Create it with `CommPlan.to_json`."
             ) from None
         if not isinstance(values, dict):
             raise ValueError(
-                f"a plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan. Write it "
+                f"A plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan. Create it "
                 "with `CommPlan.to_json`."
             )
         field_names = [field.name for field in fields(cls)]
@@ -449,7 +449,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in values:
             raise ValueError(
-                f"`{name}` must occur only once in a plan, and it occurs twice. Remove one of the values."
+                f"`{name}` must occur only once in a plan, but it occurs more than once. Remove the duplicates."
             )
         values[name] = value
     return values
@@ -457,7 +457,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(
-        f"{name} must not occur in a plan, because it is neither a number nor valid JSON. Write a number."
+        f"{name} must not occur in a plan, because it is not valid JSON. Replace it with a number."
     )
 
 

@@ -48,14 +48,14 @@ class Topology:
         ranks = [rank for node in self.nodes for rank in node]
         if not ranks or not all(self.nodes) or sorted(ranks) != list(range(len(ranks))):
             raise ValueError(
-                f"`nodes` (={self.nodes}) must hold every rank from 0 to world_size - 1 exactly once, and no empty "
-                "node. Leave `nodes` to `Topology.discover`, or list all ranks."
+                f"`nodes` (={self.nodes}) must contain every rank from 0 to world_size - 1 exactly once, and no empty "
+                "node. Use `Topology.discover`, or list all ranks."
             )
         sorted_nodes = sorted(tuple(sorted(node)) for node in self.nodes)
         if [tuple(node) for node in self.nodes] != sorted_nodes:
             raise ValueError(
-                f"`nodes` (={self.nodes}) must be in ascending order, inside each node and from node to node, because "
-                "every rank has to number nodes and leaders in the same way. Sort the ranks and the nodes."
+                f"`nodes` (={self.nodes}) must be in ascending order, within each node and from node to node, because "
+                "every rank must number nodes and leaders in the same way. Sort the ranks and the nodes."
             )
         if not 0 <= self.rank < len(ranks):
             raise ValueError(
@@ -110,8 +110,8 @@ class Topology:
             return (tuple(node[0] for node in self.nodes),)
         if self.ranks_per_node is None:
             raise ValueError(
-                f"`nodes` (={self.nodes}) must be of equal size for groups of equal local rank. Launch equally many "
-                "ranks on every node, or use another scope."
+                f"`nodes` (={self.nodes}) must have the same number of ranks on every node to form groups of equal "
+                "local rank. Launch the same number of ranks on every node, or use another scope."
             )
         # Ranks are in ascending order, because torch numbers the ranks of a group in this order.
         return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
@@ -197,17 +197,17 @@ class ReplicaSets:
             all_ranks.extend(ranks)
         if sorted(all_ranks) != list(range(self.world.world_size)):
             raise ValueError(
-                f"`sets` (={self.sets}) must hold every rank from 0 to {self.world.world_size - 1} exactly once. "
-                "Divide all ranks between the sets."
+                f"`sets` (={self.sets}) must contain every rank from 0 to {self.world.world_size - 1} exactly once. "
+                "Assign each rank to one set."
             )
         topologies = [self._of(ranks) for ranks in self.sets]
         shapes = {(topology.num_nodes, topology.ranks_per_node) for topology in topologies}
         if len(shapes) > 1:
             # Plans choose stages by the topology, and every rank takes part in creating the groups of all sets.
             raise ValueError(
-                f"`nodes` (={self.world.nodes}) must hold equally many ranks of each of the sets {self.sets}, which "
-                "are spread over nodes in different ways. Launch nodes of equal size, with a multiple of "
-                f"{len(self.sets)} ranks on each."
+                f"`nodes` (={self.world.nodes}) must have the same number of ranks of each set on every node, but the "
+                f"sets {self.sets} are spread over the nodes in different ways. Launch the same number of ranks on "
+                f"every node, a multiple of {len(self.sets)}."
             )
 
     @property
@@ -286,10 +286,10 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
     num_left = world_size % ranks_per_node
     if num_left > 0:
         raise ValueError(
-            f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}): nodes are consecutive "
-            f"blocks of equal size, and the last node would hold only {num_left} ranks. Launch a multiple of "
-            f"{ranks_per_node} ranks, leave `ranks_per_node` unset so that nodes are detected, or use the flat ring "
-            "with comm=Comm(algorithm='flat')."
+            f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}), because nodes are "
+            f"consecutive blocks of equal size, but the last node would have only {num_left} ranks. Launch a multiple "
+            f"of {ranks_per_node} ranks, leave `ranks_per_node` unset to detect the nodes, or use the flat ring with "
+            "comm=Comm(algorithm='flat')."
         )
 
 

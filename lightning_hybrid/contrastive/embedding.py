@@ -27,8 +27,8 @@ class Embedding:
         )
         if not isinstance(module, nn.Module):
             raise ValueError(
-                f"`embed` (={function!r}) must be a module or a method of a module, because the gradients go "
-                "to its parameters. Move the function into your module."
+                f"`embed` (={function!r}) must be a module or a method of a module, because gradients are computed "
+                "for the parameters of that module. Make the function a method of your module."
             )
         self.module = module
         self.name = getattr(function, "__qualname__", type(module).__name__)
@@ -45,23 +45,23 @@ class Embedding:
             result = self._function(part.batch)
         except Exception as error:
             error.add_note(
-                f"`{self.name}` was called by `GlobalBatch` with {part.num_rows} rows: it splits batches into parts of "
-                f"`chunk` (={self._chunk}) rows. If there are too few here, choose a `chunk` that divides the batch."
+                f"`{self.name}` was called with {part.num_rows} rows, because `GlobalBatch` splits batches into "
+                f"chunks of `chunk` (={self._chunk}) rows. If these are too few rows, set a `chunk` that divides the "
+                "batch size."
             )
             raise
         embeddings = tuple(result) if isinstance(result, tuple | list) else (result,)
         if not embeddings or not all(isinstance(embedding, Tensor) for embedding in embeddings):
             raise ValueError(
-                f"`embed` (={self.name}) must return a tensor or several tensors (returned a "
-                f"{type(result).__name__}), because the loss is called with them. Return the tensors in a "
-                "tuple."
+                f"`embed` (={self.name}) returned a {type(result).__name__}, but must return a tensor or a tuple of "
+                "tensors, because the loss is called with them. Return the tensors in a tuple."
             )
         for embedding in embeddings:
             if embedding.dim() == 0 or len(embedding) != part.num_rows:
                 raise ValueError(
-                    f"`embed` (={self.name}) must return a row for each row of its part of the batch (returned a "
-                    f"tensor of shape {tuple(embedding.shape)} for {part.num_rows} rows). `GlobalBatch` splits "
-                    "tensors, arrays and lists with an entry for each row. Put samples into these, and return "
-                    "other values from another method."
+                    f"`embed` (={self.name}) must return one row for each row of its chunk of the batch, but returned "
+                    f"a tensor of shape {tuple(embedding.shape)} for {part.num_rows} rows. `GlobalBatch` splits "
+                    "tensors, arrays and lists with one entry per row. Put samples into these, and return other "
+                    "values from another method."
                 )
         return embeddings

@@ -117,8 +117,8 @@ class Peers:
             "x".join(map(str, sizes_there.tolist())) for sizes_there in sizes_by_rank
         )
         raise ValueError(
-            f"The embeddings of all ranks must have the same shape (have {shapes}), because the global "
-            "batch consists of equal shares. Set drop_last=True in the loader."
+            "The embeddings of all ranks must have the same shape, because every rank contributes the same number of "
+            f"pairs to the global batch, but their shapes are {shapes}. Set drop_last=True in the loader."
         )
 
     def rounds(self, tensors: Sequence[Tensor]) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:

@@ -58,7 +58,9 @@ class GlobalBatch(nn.Module):
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()
         chunk = plain_value(chunk)
-        require_whole("chunk", chunk, "pairs that pass through the network at a time")
+        require_whole(
+            "chunk", chunk, "it is the number of pairs that pass through the network at a time"
+        )
         self.loss = loss
         self.chunk = chunk
         self._num_steps = 0

@@ -58,7 +58,7 @@ class PairLoss(nn.Module):
     def __init__(self, *, block: int = 256) -> None:
         super().__init__()
         block = plain_value(block)
-        require_whole("block", block, "rows of a block of pairs")
+        require_whole("block", block, "it is the number of rows in a block of pairs")
         self.block = block
         self._peers: Peers | None = None
 
@@ -88,8 +88,9 @@ class PairLoss(nn.Module):
         self.peers().check_same(sizes, device=a.device)
         if not is_pair:
             raise ValueError(
-                f"`a` and `b` (of shapes {tuple(a.shape)} and {tuple(b.shape)}) must be two matrices of the "
-                "same shape, pairs x features. Row i of `a` and row i of `b` form a pair."
+                f"`a` and `b` (of shapes {tuple(a.shape)} and {tuple(b.shape)}) must be two matrices of the same "
+                "shape (pairs x features), because row i of `a` and row i of `b` form a pair. Pass tensors with two "
+                "dimensions."
             )
         dtype = torch.float64 if a.dtype is torch.float64 else torch.float32
         with without_autocast(a.device):
@@ -206,7 +207,11 @@ class BarlowTwins(PairLoss):
         super().__init__(block=block)
         off_diagonal = plain_value(off_diagonal)
         eps = plain_value(eps)
-        require_number("off_diagonal", off_diagonal, "it is a weight. Set off_diagonal=0.005")
+        require_number(
+            "off_diagonal",
+            off_diagonal,
+            "it is the weight of the off-diagonal terms. Set off_diagonal=0.005",
+        )
         require_number("eps", eps, "it is added to variances. Set eps=1e-5")
         self.off_diagonal = off_diagonal
         self.eps = eps

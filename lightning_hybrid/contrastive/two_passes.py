@@ -96,9 +96,9 @@ class TwoPasses:
         self._first_passes = [self._first_pass(part) for part in parts]
         if names := self._parameters.names_of_changed():
             raise ValueError(
-                f"`embed` (={self._embedding.name}) must not change parameters (changed {_listed(names)}), "
-                "because it runs once for each part of a batch and again in backward, so they would change "
-                "several times per step. Move the update to a hook such as `on_train_batch_start`."
+                f"`embed` (={self._embedding.name}) changed {_listed(names)}, but must not change parameters, because "
+                "it runs once for each chunk of a batch and again in backward. Move the update to a hook such as "
+                "`on_train_batch_start`."
             )
         by_embedding = zip(*[first.embeddings for first in self._first_passes], strict=True)
         return tuple(torch.cat(values) for values in by_embedding)
@@ -106,9 +106,9 @@ class TwoPasses:
     def _first_pass(self, part: BatchPart) -> _FirstPass:
         if requires_grad(part.batch):
             raise ValueError(
-                "`batch` must not hold tensors that require gradients, because `GlobalBatch` computes only "
-                f"the gradients of the parameters of `{self._module_name}`. Compute these tensors within "
-                "`embed`, or detach them."
+                "`batch` must not contain tensors that require gradients, because `GlobalBatch` computes gradients "
+                f"only for the parameters of `{self._module_name}`. Compute these tensors within `embed`, or detach "
+                "them."
             )
         random_states = self._streams.states()
         buffers = self._buffers.capture()
@@ -125,9 +125,9 @@ class TwoPasses:
         if self._trains_network and not any(embedding.requires_grad for embedding in embeddings):
             raise ValueError(
                 f"`embed` (={self._embedding.name}) must return embeddings that depend on trained parameters of "
-                f"`{self._module_name}`, which would get no gradient otherwise. Compute them without "
-                "`torch.no_grad()` and `detach()`; with activation checkpointing set use_reentrant=False, or let its "
-                "input require a gradient."
+                f"`{self._module_name}`, because these would get no gradient otherwise. Compute the embeddings "
+                "without `torch.no_grad()` and `detach()`. With activation checkpointing, set use_reentrant=False, or "
+                "pass an input that requires a gradient."
             )
         if not self._is_checked:
             return
@@ -151,9 +151,9 @@ class TwoPasses:
         """
         if names := self._parameters.names_of_lost():
             raise RuntimeError(
-                f"{_listed(names)} must not change between the forward of `GlobalBatch` and its backward, "
-                f"because backward runs `embed` (={self._embedding.name}) again. Update parameters before the "
-                "forward or after backward, for example in `on_train_batch_end`."
+                f"{_listed(names)} must not change between the forward of `GlobalBatch` and its backward, because "
+                f"backward runs `embed` (={self._embedding.name}) again. Update parameters before forward or after "
+                "backward, for example in `on_train_batch_end`."
             )
         sums = tree_sums(len(self.trained))
         distances = []
@@ -202,9 +202,9 @@ class TwoPasses:
             expected.append((tuple(tensor.shape), tensor.dtype, is_differentiable))
         if kinds != expected:
             raise RuntimeError(
-                f"`embed` (={self._embedding.name}) must return embeddings of the same kind in its second "
-                f"pass (shape, dtype and requires_grad were {expected}, and are {kinds}). Remove what changes "
-                "from call to call."
+                f"`embed` (={self._embedding.name}) must return embeddings of the same shape, dtype and requires_grad "
+                f"in both passes, but they were {expected} in the first pass and {kinds} in the second. Remove code "
+                "whose result changes from call to call."
             )
 
     def _check_distance(self, distance: Tensor) -> None:
@@ -215,12 +215,11 @@ class TwoPasses:
         tolerance = _TOLERANCE_ON_CPU if is_on_cpu else _TOLERANCE
         if not distance <= tolerance:
             raise RuntimeError(
-                f"`embed` (={self._embedding.name}) must compute the same embeddings in its second pass (they "
-                f"differ by {float(distance):.2g} of their norm), because the gradients would belong to "
-                "another function otherwise. Parameters, buffers, the global random numbers of torch, NumPy "
-                "and Python, and generators that are attributes of the module are restored. Remove "
-                "everything else that changes, such as counters, files, clocks, other generators and tensors "
-                "that are neither parameters nor buffers."
+                f"`embed` (={self._embedding.name}) must compute the same embeddings in both passes, because the "
+                f"gradients would be wrong otherwise, but they differ by {float(distance):.2g} of their norm. "
+                "Parameters, buffers, the global random states of torch, NumPy and Python, and generators that are "
+                "attributes of the module are restored. Remove any other state that changes, such as counters, files, "
+                "clocks, other generators, and tensors that are neither parameters nor buffers."
             )
 
 

@@ -163,9 +163,9 @@ def _require_private(folder: Path) -> None:
     if _is_private(folder):
         return
     warnings.warn(
-        f"`{folder}` must belong to you and must not be writable by other users, because code is loaded from it. The "
-        f"library is now built for this process only, which takes seconds. Run `chmod go-w {folder}`, or remove the "
-        "folder if it is not yours.",
+        f"`{folder}` must belong to you and must not be writable by other users, because compiled code is loaded from "
+        f"it. The library is therefore built for this process only, which takes seconds. Run `chmod go-w {folder}`, "
+        "or remove the folder if it is not yours.",
         stacklevel=3,
     )
     raise PermissionError(folder)

@@ -194,7 +194,9 @@ def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics
         assert means == means_of_rank_0, f"rank {rank}"
         assert modes == [False, True], f"rank {rank}"
     assert [len(messages) for *_, messages in results] == [1, 0]
-    assert messages_of_rank_0[0].startswith("`RecalibrateBatchNorm`: `net.1` keep their statistics")
+    assert messages_of_rank_0[0].startswith(
+        "`RecalibrateBatchNorm` does not update the statistics of `net.1`"
+    )
 
 
 def with_and_without(num_workers, precision, has_generator=True):

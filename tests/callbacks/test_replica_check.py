@@ -68,7 +68,7 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
     two_ranks, target, precision, named
 ):
     expected_begin = (
-        "ReplicaDriftError: The ranks no longer hold the same model; they parted between steps"
+        "ReplicaDriftError: The ranks no longer have the same weights. They diverged between steps"
     )
     for rank, (error, last_step) in enumerate(spoiled(two_ranks, target, precision, 4)):
         assert error.startswith(expected_begin), f"on rank {rank}: {error}"
@@ -126,7 +126,7 @@ def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_
     for rank, seen in enumerate(fit(two_ranks, partial(Differs, "weights"), **scene)):
         assert seen.error == "", f"on rank {rank}"
     words = (
-        "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the op"
+        "They diverged when training started (`every_n_steps` (=100)): `momentum_buffer` of the op"
     )
     for rank, seen in enumerate(fit(two_ranks, partial(Differs, "momentum"), **scene)):
         assert words in seen.error, f"on rank {rank}"
@@ -190,9 +190,10 @@ def test_another_seed_of_the_data_on_one_rank_is_an_error_on_both_before_the_fir
         two_ranks, train=with_a_seed_of_its_own, callbacks=[ReplicaCheck(100)], raises=True
     )
     expected_begin = (
-        "DataOrderError: The ranks read the data in different orders; seen when training started"
+        "DataOrderError: The ranks read the data in different orders, which was detected when "
+        "training started"
     )
-    seeds = "`seed` is 2 on rank 0 and 9 on rank 1. Samples are read twice"
+    seeds = "`seed` is 2 on rank 0 and 9 on rank 1. Some samples would be read twice"
     for rank, seen in enumerate(results):
         assert seen.error.startswith(expected_begin), f"on rank {rank}: {seen.error}"
         assert seeds in seen.error, f"on rank {rank}"

@@ -159,10 +159,10 @@ def test_at_most_max_in_memory_checkpoints_wait_and_their_memory_is_reused(tmp_p
     io = DurableCheckpointIO(in_background=True, max_in_memory=1, timeout_s=0.2)
     io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     with pytest.raises(
-        CheckpointWriteError, match=r"`timeout_s` \(=0.2\) is over and 1 checkpoints are not yet"
+        CheckpointWriteError, match=r"`timeout_s` \(=0.2\) has passed, but 1 checkpoints have not"
     ):
         io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
-    with pytest.raises(CheckpointWriteError, match=r"`timeout_s` \(=0.2\) is over"):
+    with pytest.raises(CheckpointWriteError, match=r"`timeout_s` \(=0.2\) has passed"):
         io.teardown()
     gate.set()
     io.timeout_s = 30

@@ -224,14 +224,15 @@ def test_uneven_nodes_have_leaders_but_no_equal_local_ranks():
     assert topology.ranks_per_node is None
     assert topology.partition("leaders") == ((0, 2),)
     with pytest.raises(
-        ValueError, match=r"^`nodes` \(=\(\(0, 1\), \(2,\)\)\) must be of equal size"
+        ValueError,
+        match=r"^`nodes` \(=\(\(0, 1\), \(2,\)\)\) must have the same number of ranks on every node",
     ):
         topology.partition("across")
 
 
 def test_a_node_size_that_does_not_divide_is_refused():
     with pytest.raises(
-        ValueError, match=r"^`ranks_per_node` \(=8\) must divide `world_size` \(=12\): "
+        ValueError, match=r"^`ranks_per_node` \(=8\) must divide `world_size` \(=12\), because "
     ):
         validate_ranks_per_node(world_size=12, ranks_per_node=8)
 

@@ -152,7 +152,10 @@ def short_on_the_last(missing):
 
 @pytest.mark.parametrize(("missing", "shapes"), [(1, "16x8, 15x8"), (PAIRS // 2, "16x8, 0x0")])
 def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shapes, two_ranks):
-    expected = f"ValueError: The embeddings of all ranks must have the same shape (have {shapes})"
+    expected = (
+        "ValueError: The embeddings of all ranks must have the same shape, because every rank contributes the same "
+        f"number of pairs to the global batch, but their shapes are {shapes}."
+    )
     for rank, message in enumerate(two_ranks.run(short_on_the_last, missing, timeout_s=30)):
         assert message.startswith(expected), f"rank {rank}"
 
@@ -410,7 +413,7 @@ def test_a_pipeline_refuses_a_loss_over_the_global_batch(two_ranks):
 def test_a_function_without_parameters_and_a_batch_without_rows_are_refused():
     with pytest.raises(ValueError, match=r"`embed` .* must be a module or a method of a module"):
         GlobalBatch(InfoNCE())(lambda batch: batch, torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"the tensors of `batch` \(of \[2, 3\] rows\)"):
+    with pytest.raises(ValueError, match=r"The tensors in `batch` \(with \[2, 3\] rows\)"):
         GlobalBatch(InfoNCE())(Embedder(), [torch.ones(2, 2), torch.ones(3, 2)])
     with pytest.raises(ValueError, match=r"`chunk` \(=0\)"):
         GlobalBatch(InfoNCE(), chunk=0)

@@ -164,7 +164,7 @@ def test_a_part_is_of_whole_blocks_of_the_passes():
         ((BLOCK, 0), "must be within"),
         (
             (100, BLOCK),
-            r"`begin` \(=100\) must be a multiple of 16384 or the tensor's end \(40000\).*`spans`",
+            r"`begin` \(=100\) must be a multiple of 16384 or the end of the tensor \(40000\).*`spans`",
         ),
         ((0, 100), r"`end` \(=100\) must be a multiple of 16384"),
     ],

@@ -166,20 +166,22 @@ def test_a_missing_checkpoint_is_answered_with_those_of_its_folder(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         load(tmp_path / "lost.ckpt")
     assert str(caught.value) == (
-        f"Checkpoint file not found: {tmp_path}/lost.ckpt. The newest in {tmp_path}: last.ckpt. "
-        "Give the path of one of them."
+        f"Checkpoint file not found: {tmp_path}/lost.ckpt. The newest checkpoints in {tmp_path} are last.ckpt. "
+        "Set the path of one of them."
     )
 
 
 def test_a_folder_in_place_of_a_checkpoint_is_answered_with_its_checkpoints(tmp_path):
     torch.save({}, tmp_path / "last.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"is a folder, and must be a file\. .*last\.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder, but must be a file\. .*last\.ckpt"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["nowhere/lost.ckpt", "lost.ckpt"])
 def test_a_missing_checkpoint_without_others_is_said_to_be_so(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match="Give the path of a file that a run has written"):
+    with pytest.raises(
+        FileNotFoundError, match="Set the path of a checkpoint that a run has written"
+    ):
         load(tmp_path / name)
 
 
@@ -189,7 +191,7 @@ def test_a_file_that_is_no_checkpoint_is_not_advised_to_be_run(tmp_path):
     path.write_text("import this\n")
     with pytest.raises(DamagedCheckpointError) as caught:
         load(path)
-    assert "its content is not that of a file that `torch.save` writes" in str(caught.value)
+    assert "it is not a file written by `torch.save`" in str(caught.value)
     assert "weights_only" not in str(caught.value)
 
 

@@ -74,10 +74,19 @@ class StragglerMonitor(Callback):
         min_share = plain_value(min_share)
         num_windows = plain_value(num_windows)
         require_whole(
-            "every_n_steps", every_n_steps, "ranks are compared once in so many steps", unit="steps"
+            "every_n_steps",
+            every_n_steps,
+            "it is the number of steps between two comparisons of the ranks",
+            unit="steps",
         )
-        require_share("min_share", min_share, "it is the share of a step that a slow rank costs")
-        require_whole("num_windows", num_windows, "a rank is named after so many windows in a row")
+        require_share(
+            "min_share", min_share, "it is the fraction of the step time that a slow rank costs"
+        )
+        require_whole(
+            "num_windows",
+            num_windows,
+            "it is the number of consecutive windows after which a rank is reported as slow",
+        )
         self.every_n_steps = every_n_steps
         self.min_share = min_share
         self.num_windows = num_windows

@@ -26,7 +26,7 @@ def reason_not_to_measure(trainer: pl.Trainer, module: nn.Module, status: RunSta
     """Return the reason why ranks cannot be compared in this run, or an empty string if they can."""
     if status.comm_trace is None:
         return (
-            "it reads the times of buckets from strategy='hybrid_allreduce', and this is another "
+            "it needs the bucket timings of strategy='hybrid_allreduce', but the run uses another "
             "strategy"
         )
     if status.gather_over_hosts is not None:

@@ -317,10 +317,11 @@ def check_adasum_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nod
         or dtype_across_nodes is not None
     ):
         raise ValueError(
-            f"bucket {bucket.index} (={bucket.algorithm!r} in {bucket.num_chunks} chunks, in {dtype_across_nodes} "
-            "between nodes) must be 'hierarchical', in one chunk and in its own dtype for Adasum, because the leaders "
-            "of the nodes combine whole parameters. Use HybridAllReduceStrategy(between_nodes=Adasum()), or "
-            "CommPlan(algorithm='hierarchical', chunk_bytes=2**50)."
+            f"Bucket {bucket.index} (={bucket.algorithm!r} in {bucket.num_chunks} chunks, sent as "
+            f"{dtype_across_nodes} between nodes) must use 'hierarchical', one chunk and no other dtype between nodes "
+            "for Adasum, because node leaders combine whole parameters. Use "
+            "HybridAllReduceStrategy(between_nodes=Adasum()), or CommPlan(algorithm='hierarchical', "
+            "chunk_bytes=2**50)."
         )
 
 
@@ -338,11 +339,13 @@ def refuse_odd_nodes(topology: Topology) -> None:
     if num_nodes & (num_nodes - 1):
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(
-            f"`between_nodes` (=Adasum()) needs a power of two of nodes, and there are {num_nodes}, because its tree "
-            f"combines nodes in pairs. Launch {below} or {2 * below} nodes, or set between_nodes=Mean()."
+            "`between_nodes` (=Adasum()) requires a power of two as the number of nodes, because its tree combines "
+            f"nodes in pairs, but the run has {num_nodes} nodes. Launch {below} or {2 * below} nodes, or set "
+            "between_nodes=Mean()."
         )
     if topology.ranks_per_node is None:
         raise ValueError(
-            f"`between_nodes` (=Adasum()) needs nodes of equal size, and the nodes hold {sizes} ranks. The average of "
-            "a small node would have the weight of a large one. Launch equal nodes, or set between_nodes=Mean()."
+            "`between_nodes` (=Adasum()) requires the same number of ranks on every node, but the nodes have "
+            f"{sizes}. Otherwise the average of a small node would count as much as that of a large node. Launch the "
+            "same number of ranks on every node, or set between_nodes=Mean()."
         )

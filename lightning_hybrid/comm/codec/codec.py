@@ -185,7 +185,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             Exception
         ) as error:  # The compiler, the linker, the driver or Triton itself may fail.
             problem = (
-                "on CUDA needs kernels that triton builds, and building the first one failed "
+                "on CUDA needs kernels that triton builds, but building the first one failed "
                 f"({type(error).__name__}: {error!s:.300})"
             )
             remedy = (
@@ -200,7 +200,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
         try:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
-            problem = f"on a CPU needs a C++ compiler to be fast, and {error}"
+            problem = f"on a CPU needs a C++ compiler to be fast, but {error}"
             remedy = "Install one (`apt install g++`), or set the environment variable CXX to it"
             _warn_of_slow_passes(bits, problem, remedy)
     return TorchPasses(bits, signs)
@@ -208,8 +208,8 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
 
 def _warn_of_slow_passes(bits: int, problem: str, remedy: str) -> None:
     warnings.warn(
-        f"`between_nodes.dtype` (='int{bits}') {problem}. torch operations are used instead, with bitwise equal "
-        f"results, but they take several times as long. {remedy}.",
+        f"`between_nodes.dtype` (='int{bits}') {problem}. PyTorch operations are used instead. Their results are "
+        f"bit-identical, but they take several times as long. {remedy}.",
         RuntimeWarning,
         stacklevel=3,
     )

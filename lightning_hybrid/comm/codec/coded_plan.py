@@ -31,11 +31,11 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
 
     reason = "has no stage between nodes"
     if plan.algorithm == "two_level":
-        reason = "needs nodes of equal size"
+        reason = "requires the same number of ranks on every node"
     raise ValueError(
         f"`algorithm` (={plan.algorithm!r}) {reason}, so it cannot be combined with `between_nodes.dtype` "
-        f"(='int{bits}'), which encodes sums of nodes: the gradient of every rank would be rounded, and a node would "
-        "send as many messages as it has ranks. Leave `comm.algorithm` and `comm.plan` out, or set "
+        f"(='int{bits}'), which quantises the sums of nodes. Without such sums, the gradient of every rank would be "
+        "quantised, and a node would send one message per rank. Leave `comm.algorithm` and `comm.plan` out, or set "
         "comm=Comm(algorithm='hierarchical')."
     )
 

@@ -206,7 +206,7 @@ class CommEngine:
         if topology.rank == 0:
             warnings.warn(
                 f"`between_nodes.dtype` (='int{codec.bits}') has no effect, because all ranks are on one node, where "
-                "sums keep their dtype. Leave it out, or use several nodes.",
+                "gradients are summed in their own dtype. Leave it out, or use several nodes.",
                 stacklevel=3,
             )
         return None
@@ -266,7 +266,7 @@ class CommEngine:
         if flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(
                 f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and "
-                "contiguous, because it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
+                "contiguous, because it is all-reduced in place. Pass a bucket's buffer or `tensor.view(-1)`."
             )
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange, is_exact)
         bucket = InFlightBucket(
@@ -475,6 +475,6 @@ class CommEngine:
     def _raise_as_unusable(self) -> None:
         self._latch.raise_if_tripped()
         raise RuntimeError(
-            "the communication engine is closed, because the strategy was torn down, and a bucket was submitted "
-            "after that. Run backward only within a fit."
+            "Gradients cannot be all-reduced after the strategy was torn down, because its communication engine is "
+            "closed. Run backward only during training."
         )

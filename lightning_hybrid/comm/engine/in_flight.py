@@ -74,7 +74,7 @@ class Chunk:
             is_wrong = self._copy.is_wrong(self.checksum)
             copies.give_back(self._copy)
             if is_wrong:
-                raise OrderError("the order of buckets in this step was not the same on all ranks")
+                raise OrderError("the ranks submitted the buckets of this step in different orders")
         return self.bucket.chunk_done()
 
 
@@ -260,7 +260,7 @@ def _compare(contents: tuple[str, str], watchdog: Watchdog) -> None:
     key, own_value = contents
     first = watchdog.compare(key, own_value)
     if first != own_value:
-        raise OrderError(f"this rank submitted {own_value}, and another rank {first}")
+        raise OrderError(f"this rank submitted {own_value}, but another rank submitted {first}")
 
 
 def _unchanged(flat: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     job.shard = None  # Its memory is free after this stage.
     if shard is None:
         raise RuntimeError(
-            "the gather stage ran before the scatter stage. This is a bug in lightning_hybrid: please report it."
+            "The gather stage ran before the scatter stage. This is a bug in lightning_hybrid. Please report it."
         )
     if job.num_owners:
         if job.by_backend:

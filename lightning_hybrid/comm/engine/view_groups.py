@@ -157,7 +157,7 @@ class ViewGroups(CommGroups):
         torch_groups._world.pg_group_ranks[group] = group_ranks
         if self._is_cut:  # `cut` may not have seen this group.
             self.cut()
-            raise RuntimeError("comm: the view has ended")
+            raise RuntimeError("comm: the group of hosts has changed")
         return group
 
     def run(self, do: Callable[[], Any]) -> Any:
@@ -200,7 +200,7 @@ class ViewGroups(CommGroups):
     @property
     def _all(self) -> dist.ProcessGroup:
         if self._is_cut or self.world is None:
-            raise RuntimeError("comm: the view has ended")
+            raise RuntimeError("comm: the group of hosts has changed")
         return self.world
 
     def _wait(self, work: dist.Work) -> None:
@@ -213,7 +213,7 @@ class ViewGroups(CommGroups):
                     raise
             if self._is_late():
                 self.is_stuck = True
-                raise _LeftBehindError("comm: the view has ended")
+                raise _LeftBehindError("comm: the group of hosts has changed")
 
     def cut(self) -> None:
         """End all waits in the process groups and for the store with an error.
@@ -251,7 +251,8 @@ class ViewGroups(CommGroups):
             _in_thread(torch.cuda.synchronize, self._device, is_over=self._is_late)
             if self._stuck:
                 raise RuntimeError(
-                    f"comm: groups {self._stuck} of the previous view do not end on {self._device}"
+                    f"comm: process groups {self._stuck} of the previous group of hosts did not terminate on "
+                    f"{self._device}"
                 )
         return super()._give_up()
 
@@ -295,7 +296,9 @@ def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable
     while thread.is_alive() and not is_over():
         thread.join(0.02)
     if not results:
-        raise _LeftBehindError(f"comm: groups on {device} still wait for a host that was lost")
+        raise _LeftBehindError(
+            f"comm: process groups on {device} are still waiting for a failed host"
+        )
     if isinstance(results[0], Exception):
         raise results[0]
     return results[0]

@@ -107,9 +107,9 @@ def _check_equal(setups: Sequence[dict[str, Any]], hosts: Sequence[str]) -> None
     difference = differing([setup["versions"] for setup in setups])
     if difference:
         raise ValueError(
-            f"the software must be the same on all ranks: {difference}. Different code rounds differently, so the "
-            "ranks' weights would silently diverge. Install the same environment on every host."
-            f"{places_of([], hosts)}"
+            f"the software must be the same on all ranks: {difference}. Different versions can round differently, so "
+            "the weights of the ranks would silently diverge. Install the same environment on every "
+            f"host.{places_of([], hosts)}"
         )
     difference = differing([setup["plan"] for setup in setups])
     if difference:

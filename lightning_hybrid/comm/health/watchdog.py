@@ -318,7 +318,7 @@ class Watchdog:
             if self._error_of_all:  # The store may have ended with rank 0 since.
                 return self._error_of_all
             if self._is_cut_off:
-                raise TimeoutError("the store did not answer before")
+                raise TimeoutError("the rendezvous store did not answer an earlier request")
             limit_s = self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250
             error_of_all: str = self._ask(request, limit_s=limit_s)
         except Exception as error:
@@ -350,7 +350,7 @@ class Watchdog:
         if errors:
             raise errors[0]
         if not answers:
-            raise TimeoutError(f"no answer within {limit_s:g} s")
+            raise TimeoutError(f"the rendezvous store did not answer within {limit_s:g} s")
         return answers[0]
 
 

@@ -133,6 +133,6 @@ ROWS["Sparse"] = embedded(  # gradients are sparse
     build=build_sparse,
     configure_optimizers=lambda self: optim.SparseAdam(self.embedding.parameters(), lr=0.1),
     refused=dict.fromkeys(
-        ("32-true", *HALF), "cannot average sparse gradients. Use `sparse=False`"
+        ("32-true", *HALF), "cannot average sparse or complex gradients. Set `sparse=False`"
     ),
 )

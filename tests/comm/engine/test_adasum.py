@@ -217,6 +217,6 @@ def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, numels_of
 @pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2), (3,))], ids=name)
 def test_nodes_that_no_tree_fits_are_refused(nodes):
     with pytest.raises(
-        ValueError, match=r"`between_nodes` \(=Adasum\(\)\) needs .* between_nodes=Mean\(\)"
+        ValueError, match=r"`between_nodes` \(=Adasum\(\)\) requires .* between_nodes=Mean\(\)"
     ):
         refuse_odd_nodes(Topology(rank=0, nodes=nodes))

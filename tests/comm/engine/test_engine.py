@@ -255,6 +255,8 @@ def warnings_of_uneven_two_level():
 def test_two_level_on_uneven_nodes_runs_flat_with_one_warning(three_ranks):
     results = three_ranks.run(warnings_of_uneven_two_level)
     (message,), *_ = results[0]
-    assert message.startswith("`algorithm` (='two_level') needs nodes of equal size")
+    assert message.startswith(
+        "`algorithm` (='two_level') requires the same number of ranks on every node"
+    )
     assert [len(messages) for messages, *_ in results] == [1, 0, 0]
     assert [result for _, *result in results] == [[[3.0, 3.0], "flat"]] * 3

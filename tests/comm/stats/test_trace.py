@@ -283,6 +283,6 @@ def test_no_algorithm_claims_less_than_the_least_and_two_send_no_more(
 def test_shards_need_nodes_of_equal_size():
     with pytest.raises(
         ValueError,
-        match=r"`algorithm` \(='two_level'\) needs nodes of equal size, and these nodes hold \[2",
+        match=r"`algorithm` \(='two_level'\) requires the same number of ranks on every node, but these nodes have \[2",
     ):
         traffic_of("two_level", Topology(rank=0, nodes=((0, 1), (2,))), 100)

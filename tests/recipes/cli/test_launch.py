@@ -124,7 +124,7 @@ WITH_KEYS = {
     ],
     "strategy.report.link_bytes_per_s=-1": ["is strategy.report.link_bytes_per_s"],
     "callbacks.replicas.every_n_steps=0": [
-        "Write every_n_steps=100",
+        "Set every_n_steps=100",
         "`every_n_steps` is callbacks.replicas.every_n_steps",
     ],
     "strategy=pipeline strategy.num_microbatches=1": [

@@ -161,6 +161,8 @@ def test_an_algorithm_with_a_sum_of_each_node_is_kept(algorithm):
 
 
 def test_two_level_on_nodes_of_unequal_size_is_refused_with_the_codec_in_the_message():
-    message = r"^`algorithm` \(='two_level'\) needs nodes of equal size, .*'int4'"
+    message = (
+        r"^`algorithm` \(='two_level'\) requires the same number of ranks on every node, .*'int4'"
+    )
     with pytest.raises(ValueError, match=message):
         algorithm_with_codec("two_level", UNEQUAL_NODES)

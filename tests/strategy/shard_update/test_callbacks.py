@@ -82,7 +82,7 @@ def test_the_check_of_replicas_names_a_part_that_differs_from_that_of_another_no
 ):
     for seen in fit_with_check(four_ranks, precision, spoiled):
         error = seen.error
-        assert error.startswith("ReplicaDriftError: The ranks no longer hold the same model")
+        assert error.startswith("ReplicaDriftError: The ranks no longer have the same weights")
         assert f": elements {0 if '0 to' in error else 49152} to" in error
         assert named in error
         assert "`weights.6` on rank 3 (host " in error
