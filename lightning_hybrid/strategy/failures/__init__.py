@@ -1,1 +1,1 @@
-"""Failure reports that name the failed rank and the cause on every rank and in launchers' error files."""
+"""Reports of errors that name the rank and the cause on every rank, and in the files of launchers."""
