@@ -1,4 +1,4 @@
-"""Callbacks for any LightningModule: metrics, run reports, weight averages, checks and clean stops."""
+"""Lightning callbacks for metrics, run reports, weight averaging, checks and stops on signals."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -111,7 +111,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
             self._average_model = HostCountedAverage(self._average_model)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Copy the average to the module."""
+        """Copy the averaged weights to the module at the end of training."""
         super().on_train_end(trainer, pl_module)
         self._is_handed_over = True
 

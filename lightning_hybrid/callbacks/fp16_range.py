@@ -76,7 +76,7 @@ class RangeReport(NamedTuple):
     """Value ranges of all tensors that would be converted to fp16, and a suitable loss scale.
 
     The loss scale is the largest power of two from 1 to 2^24 that keeps all gradients below 32,768,
-    or 1 if there is none.
+    or 1 if there is no such power. Without gradients it is 32,768.
     """
 
     tensors: list[TensorRange]

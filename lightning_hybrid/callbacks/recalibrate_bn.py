@@ -245,7 +245,7 @@ class _Statistics:
 
 
 def _merged(first: Tensor, second: Tensor) -> Tensor:
-    """Merge the counts, means and sums of squared deviations of two data sets (Chan et al. 1979)."""
+    """Merge the counts, means and sums of squared deviations of two sets of values (Chan et al. 1979)."""
     first_count, first_mean, first_squares = first
     second_count, second_mean, second_squares = second
     count = first_count + second_count

@@ -96,7 +96,7 @@ class ReplicaCheck(Callback):
         self._checked_step = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the ranks at the start of training, with initial weights or those of a checkpoint."""
+        """Compare the ranks at the start of training, also after a resume from a checkpoint."""
         self._fingerprint = Fingerprint(pl_module.device)
         self._checked_step = -1
         self._check(trainer)

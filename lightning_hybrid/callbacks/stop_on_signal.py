@@ -104,7 +104,7 @@ class StopOnSignal(Callback):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Read the logging step from a checkpoint. `on_train_batch_start` sets it in the trainer."""
+        """Restore the logging step, which `on_train_batch_start` then sets in the trainer."""
         self._logger_step = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

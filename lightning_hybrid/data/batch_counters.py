@@ -21,7 +21,7 @@ class ResumedPlace(NamedTuple):
 
 
 def uncount_cut_epoch(trainer: pl.Trainer) -> None:
-    """Correct the epoch counters if Lightning counted an epoch as complete that ended early.
+    """Correct the epoch counters if Lightning counted an unfinished epoch as complete.
 
     An epoch ends early because of `max_steps` or a stop. Without the correction a resumed run would skip the remaining
     samples of that epoch, and would end at once if it was the last epoch. The function may be called before or after
@@ -107,7 +107,7 @@ def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -
 
 
 def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> int:
-    """Rewind the batch counters to the last whole optimizer step, and return the finished batches.
+    """Rewind the batch counters to the last whole step, and return the number of finished batches.
 
     Batches of an unfinished step are read again, because a checkpoint contains no gradients.
     """

@@ -121,7 +121,7 @@ class Obstacle:
 
 
 def obstacle_of(loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-    """Return the reason why a loader must keep its repeated samples, or None if it need not.
+    """Return the reason why a loader must keep its repeated samples, or None if they can be removed.
 
     Args:
         loader: Loader with a `DistributedSampler`.
@@ -160,7 +160,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _is_plain(sampler: DistributedSampler[Any]) -> bool:
-    """Return whether a sampler distributes samples exactly as torch's or Lightning's sampler."""
+    """Return whether a sampler distributes samples exactly as torch's or Lightning's sampler does."""
     for plain_type in (DistributedSampler, *lightning_types(_WRAPPER)):
         if type(sampler).__iter__ is plain_type.__iter__:
             return True
@@ -176,7 +176,7 @@ def _makes_plain_batches(batch_sampler: Any) -> bool:
 
 
 class ExactBatchSampler(BatchSampler):
-    """Batch sampler of one rank that yields the last batch twice, without and with its repeated sample.
+    """Batch sampler of one rank that yields the last batch without and with its repeated sample.
 
     If the last batch has no repeated sample, or only this sample, it is yielded once.
 
@@ -222,7 +222,7 @@ def with_exact_batches(loader: DataLoader[Any], share: EvaluationShare) -> DataL
 
 
 class CollectiveWatch(Protocol):
-    """Interface of a counter of the collectives that user code calls between batches."""
+    """Interface for counting the collectives that user code calls between batches."""
 
     def num_collectives(self) -> int:
         """Return the number of collectives that user code has called in this process."""

@@ -74,7 +74,7 @@ class Reader(Protocol):
 
 
 class ExactResume:
-    """Position, random states and order checks with which one training loader resumes exactly.
+    """State and checks that let one training loader resume exactly in the middle of an epoch.
 
     Args:
         loader: Copy of the user's loader, of a class derived from `ExactLoader`.
@@ -242,7 +242,7 @@ class ExactResume:
     # ---- random numbers --------------------------------------------------------------------------------------------
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global random number generators for a purpose."""
+        """Return the numbers that seed the global random number generators for a given purpose."""
         place = self.current.place
         words = (
             self.reader.seed % 2**64,
@@ -255,7 +255,7 @@ class ExactResume:
         return (*words, self.reader.rank) if purpose == CONTENT else words
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return a context manager that seeds the global random number generators for a purpose."""
+        """Return a context manager that seeds the global random number generators for a given purpose."""
         return self._seeded(*self.words(purpose, batch_number))
 
     def _states_of_streams(self) -> list[Any]:
@@ -330,14 +330,14 @@ class ExactResume:
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
 
     def _keep_order_of(self, state: Mapping[str, Any]) -> None:
-        """Copy the saved order of a finished epoch, for a checkpoint that is written before the next epoch."""
+        """Copy the saved order of a finished epoch, for checkpoints written before the next epoch."""
         self.current.checksum = state["own"]["checksum"]
         self.current.own_streams = state["own"].get("streams", [])
         self.current.sampler_epochs = state["sampler_epochs"]
         self.current.dataset_epoch = state["dataset_epoch"]
 
     def _iterator_after_place(self, stream_states: Mapping[int, Any]) -> Iterator[Any]:
-        """Create the user's iterator, and advance it to the position at which the iteration begins."""
+        """Create the user's iterator, and advance it to the start position of the iteration."""
         place = self.current.place
         num_restored = max(
             (number for number in stream_states if number <= place.batches), default=0

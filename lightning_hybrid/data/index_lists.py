@@ -1,4 +1,4 @@
-"""Sampler wrapper for exact resume, which checks and skips the index lists before the resumed position."""
+"""Sampler wrapper for exact resume, which skips the index lists before the resumed position."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class SamplerTraits:
                 sampler.seed = seed
 
     def other_seed(self, seeds: list[int | None]) -> tuple[int, int] | None:
-        """Return the first saved seed that differs from its sampler's seed, and that seed, or None."""
+        """Return the first saved seed that differs, with the current seed of its sampler, or None."""
         for sampler, seed in zip(self.samplers, seeds, strict=False):
             if isinstance(sampler, DistributedSampler) and seed not in (None, sampler.seed):
                 return seed, sampler.seed
@@ -150,7 +150,7 @@ def _chain_of(sampler: Any) -> list[Any]:
 
 
 class FollowsOrder(Protocol):
-    """Interface through which `IndexLists` uses the position, seeds and checks of `ExactResume`."""
+    """Interface that `IndexLists` needs from the exact resume of a loader."""
 
     loader: Any
     traits: SamplerTraits
@@ -158,10 +158,10 @@ class FollowsOrder(Protocol):
     current: TrainingPass
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global random number generators for a purpose."""
+        """Return the numbers that seed the global random number generators for a given purpose."""
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return a context manager that seeds the global random number generators for a purpose."""
+        """Return a context manager that seeds the global random number generators for a given purpose."""
 
     def compare(self, batch_number: int, checksum: int | None) -> None:
         """Raise an error if the samples before the checkpoint differ from the interrupted run."""

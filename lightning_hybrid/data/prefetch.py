@@ -1,4 +1,4 @@
-"""Loader wrapper that moves batches to the device, and copies the next batch during the current step."""
+"""Loader wrapper that moves batches to the device and prefetches the next batch."""
 
 from __future__ import annotations
 

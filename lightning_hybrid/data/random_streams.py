@@ -1,4 +1,4 @@
-"""Seeding of the global random number generators, and saved states of the generators of samplers."""
+"""Seeding, saving and restoring of random number generators."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _seeded_index(index: Any, words: tuple[int, ...]) -> Any:
 
 
 def is_stream(value: object) -> bool:
-    """Return whether a value is a random number generator with its own state, not a global one."""
+    """Return whether a value is a random number generator other than the global generators."""
     if not isinstance(value, _STREAM_TYPES) or isinstance(value, random.SystemRandom):
         return False
     global_streams = (torch.default_generator, _GLOBAL_NUMPY._rand, getattr(random, "_inst", None))

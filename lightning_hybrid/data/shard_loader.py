@@ -1,4 +1,4 @@
-"""Training loaders for elastic runs, which split a step into the same data shards on any number of hosts.
+"""Training loaders for elastic runs, whose data shards do not depend on the number of hosts.
 
 Each rank reads some shards of a step. Shard s of step n is batch n of rank s in a run with `max_hosts` x `devices`
 ranks.
@@ -185,7 +185,7 @@ class _Source:
 
 
 class _SourceOfData(_Source):
-    """Source of shard loaders based on a loader of `lightning_hybrid.data`, which stores the position."""
+    """Source of shard loaders for a loader of `lightning_hybrid.data`, which stores the position."""
 
     def __init__(self, loader: ResumableLoader, reader: Any) -> None:
         loader.order = replace(
@@ -229,7 +229,7 @@ class _SourceOfData(_Source):
 
 
 class _SourceOfUser(_Source):
-    """Source of shard loaders based on a user's `DataLoader`, with a separate position."""
+    """Source of shard loaders for a user's `DataLoader`, whose position is stored separately."""
 
     def __init__(self, loader: DataLoader[Any], reader: Any) -> None:
         self._loader = loader
@@ -274,7 +274,7 @@ class _SourceOfUser(_Source):
 
 @dataclass
 class _ReaderOfShard:
-    """Reader of the loader of one data shard, as `exact` needs it."""
+    """Reader that `exact` needs for the loader of one data shard."""
 
     rank: int
     world_size: int

@@ -11,7 +11,7 @@ from lightning_hybrid.checks import require_whole
 
 
 def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> float:
-    """Compute the BatchNorm momentum for which k updates decay the average as much as one with `momentum`.
+    """Compute the BatchNorm momentum with which k updates have the decay of a single update.
 
         m' = 1 - (1 - m)^(1/k)          (1 - m')^k = 1 - m
 

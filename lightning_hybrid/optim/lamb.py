@@ -457,7 +457,7 @@ def adamw_(
 
 
 def _count(step: Tensor, device: torch.device) -> float | Tensor:
-    """Convert a step count on the CPU to a number.
+    """Return a step count on the CPU as a Python number.
 
     While torch.compile traces, the result is a float64 tensor on `device`.
     """

@@ -48,7 +48,7 @@ def warmup_polynomial_lr(
 
 
 class WarmupPolynomialDecay(LRScheduler):
-    """Learning-rate schedule with linear warm-up and polynomial decay, which steps once per optimizer step.
+    """Learning-rate schedule with linear warm-up and polynomial decay over optimizer steps.
 
     For update s = 0, 1, 2, ... with W = warmup_steps, T = total_steps - W:
 

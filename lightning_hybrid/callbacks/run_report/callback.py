@@ -184,7 +184,7 @@ class RunReport(Callback):
         self._write(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the report of training. It has no test results yet."""
+        """Write the report at the end of training, without test results."""
         self._write(trainer)
 
     def _record(self, trainer: pl.Trainer, groups: tuple[str, ...]) -> None:
@@ -200,7 +200,7 @@ class RunReport(Callback):
             append_(times, trainer.global_step, self.elapsed_s)
 
     def _note_ranks(self, trainer: pl.Trainer) -> None:
-        """Update the minimum and maximum number of ranks, because hosts of an elastic run can change."""
+        """Update the minimum and maximum number of ranks that have trained so far."""
         num_ranks = run_status(trainer).num_ranks or trainer.world_size
         fewest, most = self._trained_on or (num_ranks, num_ranks)
         self._trained_on = min(fewest, num_ranks), max(most, num_ranks)

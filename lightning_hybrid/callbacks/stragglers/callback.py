@@ -268,7 +268,7 @@ class _Comparison:
         return texts
 
     def take_recovered(self) -> list[str]:
-        """Return a sentence for each rank or link that is no longer slow, once."""
+        """Return a sentence for each rank or link that has recovered since the last call."""
         texts = []
         for slow_rank in self.slow_ranks.take_recovered():
             texts.append(f"{name_rank(slow_rank, self.hosts)} is as fast as the others again")

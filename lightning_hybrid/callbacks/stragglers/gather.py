@@ -18,7 +18,7 @@ from lightning_hybrid.comm.topology import Topology, host_identity
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Hosts of the ranks that are compared.
+    """Hosts and addresses of the ranks that are compared.
 
     Attributes:
         ranks: Global ranks.
@@ -68,13 +68,13 @@ class Hosts:
         )
 
     def of_ranks(self, ranks: Sequence[int]) -> Hosts:
-        """Return a copy that is restricted to these global ranks."""
+        """Return a copy for a subset of the global ranks."""
         nodes = tuple(self.nodes[rank] for rank in ranks)
         return replace(self, ranks=tuple(ranks), nodes=nodes)
 
 
 class WindowGather(Protocol):
-    """Interface of the gather that sends each rank's step times to the first rank of a group."""
+    """Interface for gathering the step times of all ranks on the first rank of a group."""
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
         """Send this rank's step times to the first rank, and return all results that have arrived there.

@@ -178,7 +178,7 @@ class SlowLinks:
         return self.named
 
     def take_recovered(self) -> SlowLink | None:
-        """Return the reported link, once, when it has not been slow for `num_windows` windows."""
+        """Return the reported link, once, after it was not slow for `num_windows` windows."""
         if not self._streaks.take_ended():
             return None
         self._reported.clear()
@@ -224,7 +224,7 @@ class SlowLinks:
         return usual
 
     def _judge_floor(self, wait_s: float, step_s: float) -> SlowLink | None:
-        """Return an unknown slow link if the shortest wait of any rank is longer than in earlier windows."""
+        """Detect a slow link by a longer wait of all ranks, if the rates of the links are unknown."""
         usual_s = self._usual_floor_s
         self._recent_floors_s.append(wait_s)
         if len(self._recent_floors_s) == self._recent_floors_s.maxlen:
@@ -244,7 +244,7 @@ class SlowLinks:
 
 
 def _combined(streak: Sequence[SlowLink]) -> SlowLink:
-    """Combine a streak of slow windows to the most frequent link, with median values."""
+    """Combine a streak of slow windows into the most frequent link, with median values."""
     sender, receiver = mode([slow_link.place for slow_link in streak])
     return SlowLink(
         sender=sender,

@@ -172,7 +172,7 @@ class SlowRanks:
         return new
 
     def take_recovered(self) -> list[SlowRank]:
-        """Return the reported ranks, once, when they have not been slow for `num_windows` windows."""
+        """Return each reported rank, once, after it was not slow for `num_windows` windows."""
         recovered = []
         for rank in self._streaks.take_ended():
             self._reported.pop(rank, None)
@@ -183,7 +183,7 @@ class SlowRanks:
 
 
 def _combined(streak: Sequence[SlowRank]) -> SlowRank:
-    """Combine a streak of slow windows to the most frequent phase, with median times."""
+    """Combine a streak of slow windows into the most frequent phase, with median times."""
     phase = mode([suspect.phase for suspect in streak])
     of_phase = [suspect for suspect in streak if suspect.phase is phase]
     return SlowRank(

@@ -11,7 +11,7 @@ Finding = TypeVar("Finding")
 
 
 class Streaks(Generic[Key, Finding]):
-    """Tracker of the findings of the last windows of steps, by key.
+    """Tracker of findings that repeat in consecutive windows of steps, by key.
 
     Args:
         length: Number of consecutive windows that make a streak.

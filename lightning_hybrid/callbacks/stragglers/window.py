@@ -74,7 +74,7 @@ class RankWindow:
 
 
 def error_of_median(values: Sequence[float]) -> float:
-    """Estimate the uncertainty of the median of some values.
+    """Estimate the uncertainty of a median from the spread of its values.
 
         error = 1.57 * interquartile range / sqrt(number of values)
 

@@ -34,7 +34,7 @@ class Engine(ABC):
         self._add_over_ranks_ = add_up_
 
     def has_moved(self) -> bool:
-        """Return whether the address or memory order of a tensor has changed since construction."""
+        """Return whether a tensor's address or a parameter's memory order has changed."""
         return self._views.have_moved()
 
     @abstractmethod

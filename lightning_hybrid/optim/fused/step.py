@@ -93,7 +93,7 @@ class FusedStep:
 
     @classmethod
     def has_engines(cls, params: Iterable[Tensor]) -> bool:
-        """Return whether there are engines for the devices of all parameters.
+        """Return whether fused steps are available on the devices of all parameters.
 
         If an engine cannot be built, a warning is raised once.
         """
@@ -327,7 +327,7 @@ class FusedLamb(FusedStep):
     options = staticmethod(lamb_options)
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Return whether `max_grad_norm` is set."""
+        """Return whether the group clips gradients by `max_grad_norm`."""
         return group["max_grad_norm"] is not None
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
