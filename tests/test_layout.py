@@ -158,9 +158,15 @@ def test_the_library_knows_no_configuration_system_and_no_tracker():
     assert not wrong
 
 
+@cache
+def imports_by_module() -> dict[str, set[str]]:
+    """Modules of ours that each module imports, also within functions."""
+    return {part_of(path): ours(imports_of(path)) for path in MODULES}
+
+
 def modules_behind(part: str) -> set[str]:
     """The module, and those of ours that it imports, directly or not, also within functions."""
-    imports = {part_of(path): ours(imports_of(path)) for path in MODULES}
+    imports = imports_by_module()
     reached = set()
     waiting = {part}
     while waiting:

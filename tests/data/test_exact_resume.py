@@ -45,6 +45,7 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return wrong_cases
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_of_loader_reads_the_remaining_images_or_is_refused_by_name(
     one_rank, tmp_path, name

@@ -109,6 +109,7 @@ def read(
     return list(module.read.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_a_fit_and_its_resume_read_the_same_with_looks_in_every_hook(one_rank, tmp_path, name):
     assert one_rank.run(_differences, name, str(tmp_path)) == [[]]

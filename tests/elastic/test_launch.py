@@ -32,6 +32,7 @@ print(f"rank {rank} ended in attempt {attempt}", flush=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_that_is_killed_comes_back_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -64,11 +64,13 @@ def check(scene: Scene, outcome: Outcome) -> None:
             assert "cannot be heard and may go on; here are too few" in outcome.ends[event.host, 0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCENES)
 def test_every_step_has_the_bits_of_one_plain_process(tmp_path: Path, name: str) -> None:
     check(SCENES[name], run(SCENES[name], tmp_path))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [

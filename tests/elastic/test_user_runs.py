@@ -92,6 +92,7 @@ class Falls(Rises):
     sign = -1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "changes_of_b", "last_step"),
@@ -128,6 +129,7 @@ class OtherOptimizer(Net):
         return torch.optim.Adam(self.parameters(), 0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes_of_b", "words"),

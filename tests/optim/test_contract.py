@@ -373,6 +373,7 @@ def distances(kind, path, rule, list_of_options):
     return [pair_of(kind, path, rule, **options).steps(3).distance() for options in list_of_options]
 
 
+@pytest.mark.sampled(3)
 @every_maker
 @both_rules
 def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, rule):

@@ -150,6 +150,7 @@ LAMB_FORMS = {
 }
 
 
+@pytest.mark.sampled(4)
 @every_path
 @pytest.mark.parametrize("capturable", [False, True], ids="capturable={}".format)
 @pytest.mark.parametrize("form", LAMB_FORMS)

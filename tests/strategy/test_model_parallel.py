@@ -247,7 +247,7 @@ def in_half_precision(ranks, optimizer, precision, strategy, overflows=(), **sce
     return ranks.run(fit_on_rank, scene)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_half_precision_on_shards_trains_as_with_master_weights_and_resumes_to_the_bit(
@@ -296,7 +296,7 @@ def test_half_precision_on_shards_trains_as_with_master_weights_and_resumes_to_t
         assert steps[4:] == resumed[rank].looks["on_train_batch_end"], f"rank {rank}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", ["lars", "lars fused", "lamb", "adamw"])
 def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
     """On a CPU, where host and device are one. Placement: `tests/recipes/training/test_fully_sharded.py`."""

@@ -81,7 +81,7 @@ def expected_sum(node_sums, bits, **when):
 
 
 @BITS
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=name)
 def test_every_rank_holds_the_bits_of_the_definition_under_every_plan(rank_pool, nodes, bits):
     """Whole numbers: sums inside a node are exact, so that algorithm, chunks and shards may change nothing."""

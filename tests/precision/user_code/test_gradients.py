@@ -122,6 +122,7 @@ class SkipsABatch(UserCode):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.sampled(3)
 @in_half_precision(usual_world_size=2)
 @code_of_users(
     LeavesTheEpochWithinAStep,
@@ -401,6 +402,7 @@ def fused_lamb(parameters):
     return LAMB(parameters, lr=0.01, fused=True)
 
 
+@pytest.mark.sampled(3)
 @in_half_precision(usual_world_size=2)
 @code_of_users(
     SeesGradients,
@@ -646,6 +648,7 @@ class SeesGradientsByHand(Manual):
         self.outcome.readings["gradients after the step"].extend(copies_of_gradients(self))
 
 
+@pytest.mark.sampled(3)
 @in_half_precision(usual_world_size=2)
 @code_of_users(
     AccumulatesByHand,

@@ -562,6 +562,7 @@ class CountsCallsOfHooks(UserCode):
         self.outcome.facts["calls"] = self.num_calls
 
 
+@pytest.mark.sampled(4)
 @in_half_precision(usual_world_size=2)
 @code_of_users(
     CallsFunctionally,

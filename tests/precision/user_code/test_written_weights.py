@@ -219,6 +219,7 @@ class MeasuresOtherWeights(EvaluatesOtherWeights):
         self.put_back()
 
 
+@pytest.mark.sampled(3)
 @in_half_precision(usual_world_size=2)
 @code_of_users(
     ReadsWhileWeightsAreExchanged,

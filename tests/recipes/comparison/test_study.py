@@ -106,6 +106,7 @@ FEW_FITS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [2, 4])
 def test_a_killed_study_continues_to_the_same_table_and_repeats_only_what_was_under_way(

@@ -140,6 +140,7 @@ def finds_nobody(request):
     worlds.run_world(request, run, num_ranks=2, limit_s=50)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "run", [finishes_late, finds_nobody], ids=["finishes_late", "finds_nobody"]
 )

@@ -67,6 +67,7 @@ def undisturbed(*words):
     return fitted(*words, *ONE_RANK)
 
 
+@pytest.mark.long
 def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(rank_pool, text):
     whole, _ = undisturbed(text)
     assert whole[0] > 6 > whole[-1]  # log 500 = 6.2

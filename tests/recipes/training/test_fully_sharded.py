@@ -23,6 +23,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 def test_offload_leaves_a_device_what_is_gathered_of_a_block():
     """Two ranks on a device of 3 bytes a parameter: LARS alone has shards of 4 there, and a step needs 12."""
     program = ["-W", "ignore", "-m", "tests.stand_in.accelerator", json.dumps(CASES)]

@@ -239,6 +239,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make_body", RIGHT)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_network_that_can_be_cut_trains_and_the_comparison_counts_no_step(

@@ -72,6 +72,7 @@ LONG_FITS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "num_ranks", "scene"),
     [

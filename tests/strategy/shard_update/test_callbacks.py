@@ -127,6 +127,7 @@ def write_and_save(do, path, trainer, module, outputs, batch, batch_idx):
         trainer.save_checkpoint(path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "scope"),
     [

@@ -64,6 +64,7 @@ WORLD = {"shard_update": "world", "ranks_per_node": 2}
 ONE_RANK_PER_NODE = {"shard_update": "world", "ranks_per_node": 1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "num_ranks", "scene"),
     [
@@ -157,6 +158,7 @@ def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
     return [seen.looks["on_train_end"][-1] for seen in shared]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "num_ranks", "scene"),
     [
