@@ -131,13 +131,13 @@ def obstacle_of(loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | N
     if not _is_plain(sampler):
         kind = type(sampler).__name__
         return Obstacle(
-            f"`{kind}` chooses its samples itself", "Take torch's own `DistributedSampler`"
+            f"`{kind}` selects samples in its own way", "Use torch's `DistributedSampler`"
         )
     if sampler.drop_last or getattr(loader.batch_sampler, "drop_last", False):
         return Obstacle("`drop_last=True` leaves samples out", "Leave `drop_last` out")
     if share.num_samples < share.num_ranks:
         return Obstacle(
-            f"it has {share.num_samples} samples for {share.num_ranks} ranks, and every rank needs one",
+            f"it has {share.num_samples} samples for {share.num_ranks} ranks, but every rank needs one",
             f"Launch {share.num_samples} ranks",
         )
     if loader.batch_sampler is None:
@@ -145,13 +145,13 @@ def obstacle_of(loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | N
     if not _makes_plain_batches(loader.batch_sampler):
         kind = type(loader.batch_sampler).__name__
         return Obstacle(
-            f"`{kind}` forms its batches", "Give `batch_size` in place of `batch_sampler`"
+            f"`{kind}` forms batches in its own way", "Set `batch_size` instead of `batch_sampler`"
         )
     if not type(loader).__iter__.__module__.startswith(_LIBRARIES):
         kind = type(loader).__name__
-        return Obstacle(f"`{kind}` has an `__iter__` of its own", "Take torch's `DataLoader`")
+        return Obstacle(f"`{kind}` defines its own `__iter__`", "Use torch's `DataLoader`")
     if not getattr(loader, "in_order", True):
-        return Obstacle("`in_order=False` mixes its batches", "Leave `in_order` out")
+        return Obstacle("`in_order=False` changes the order of its batches", "Leave `in_order` out")
     return None
 
 

@@ -41,7 +41,7 @@ _LACKS_SAMPLER_STATE = (
     "or the last step was not finished"
 )
 _NO_BATCH_PER_LIST = "it does not return one batch for each index list of its sampler"
-_OUT_OF_ORDER = "with in_order=False the order of batches depends on its workers"
+_OUT_OF_ORDER = "with in_order=False, the order of batches depends on the timing of its workers"
 
 
 class NotExactError(RuntimeError):
@@ -225,7 +225,7 @@ class ExactResume:
         if not self.current.matches_index_lists:
             return _NO_BATCH_PER_LIST
         if self.is_stream:
-            counts = "counters that a stream keeps from epoch to epoch are not restored"
+            counts = "counters that an iterable data set keeps across epochs are not restored"
             if self._keeper is not None:
                 return counts
             return (
@@ -474,9 +474,9 @@ class ExactResume:
         if checksum != expected[1]:
             source = "data set" if self.is_stream else "sampler"
             raise self.error(
-                f"its {source} does not repeat its samples before the checkpoint. {self._possible_seed()}The {source} "
-                "may also have changed, or it creates random generators itself or counts its iterations. Make its "
-                "order depend on `set_epoch`, on a generator that it holds, or on the global generators"
+                f"its {source} does not reproduce the samples before the checkpoint. {self._possible_seed()}The "
+                f"{source} may also have changed, or it may create its own random generators or count its iterations. "
+                "Make its order depend on `set_epoch`, on a generator that it holds, or on the global generators"
             )
 
     def _possible_seed(self) -> str:
@@ -489,8 +489,8 @@ class ExactResume:
         if self._seed_of_script >= 2**32:
             script = "no `seed_everything`"
         return (
-            f"The interrupted run had seed_everything({saved_seed}) and this one has {script}: call "
-            f"seed_everything({saved_seed}) before the loader is made. "
+            f"The interrupted run used seed_everything({saved_seed}), but this run uses {script}. Call "
+            f"seed_everything({saved_seed}) before the loader is created. "
         )
 
     def _refuse_other_seed(self, state: Mapping[str, Any]) -> None:
@@ -499,8 +499,8 @@ class ExactResume:
         if other_seed is not None:
             saved_seed, seed = other_seed
             raise self.error(
-                f"its `DistributedSampler` has seed={seed} and had seed={saved_seed} in the interrupted run. Call "
-                f"seed_everything({saved_seed}) before the loader is made, or give your sampler seed={saved_seed}"
+                f"its `DistributedSampler` has seed={seed}, but had seed={saved_seed} in the interrupted run. Call "
+                f"seed_everything({saved_seed}) before the loader is created, or set seed={saved_seed} in your sampler"
             )
 
     def compare_end_of_order(self) -> None:
@@ -541,8 +541,8 @@ class ExactResume:
         )
         if not is_over:
             raise RuntimeError(
-                f"The training loader (={type(self.loader).__name__}) must be read by one training loop at a time, and "
-                "it is read again in the middle of an epoch, so that samples would be skipped. Iterate over "
+                f"The training loader (={type(self.loader).__name__}) must be read by one training loop at a time, "
+                "but a second iteration began in the middle of an epoch, which would skip samples. Iterate over "
                 "`trainer.train_dataloader` instead of the `CombinedLoader` that holds it."
             )
 
@@ -587,7 +587,7 @@ class ExactResume:
             saved_value = getattr(saved, name)
             if value != saved_value:
                 raise self.error(
-                    f"it has ended once in this epoch and started again, so `{name}` (={value}) must equal the value "
+                    f"it was restarted within this epoch after its end, so `{name}` (={value}) must equal the value "
                     f"of the checkpoint. Set {name}={saved_value}"
                 )
 

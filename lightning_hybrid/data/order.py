@@ -43,8 +43,8 @@ def batch_size_per_rank(
         nearest = f"{below} or {below + num_parts}" if below else f"{num_parts}"
         raise ValueError(
             f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * accumulate_grad_batches` "
-            f"(={world_size} * {accumulate_grad_batches}), because {global_batch_size / num_parts:.2f} images per rank "
-            f"is not a positive whole number. Set global_batch_size={nearest}."
+            f"(={world_size} * {accumulate_grad_batches}), because every rank needs a positive whole number of "
+            f"images, not {global_batch_size / num_parts:.2f}. Set global_batch_size={nearest}."
         )
     return global_batch_size // num_parts
 
@@ -120,12 +120,13 @@ class EpochOrder:
             )
             raise ValueError(
                 f"`global_batch_size` (={self.global_batch_size}) must be at most the number of training images "
-                f"(={self.num_images}), or an epoch would have no step. Set global_batch_size={most} or less."
+                f"(={self.num_images}), because an epoch would have no step otherwise. Set global_batch_size={most} "
+                "or less."
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1}). Pass the rank of "
-                "this process."
+                f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1}). Pass the global "
+                "rank of this process."
             )
 
     @property
@@ -232,9 +233,10 @@ class ResumableLoader(ABC):
                 and (epoch, len(self)) != (self.epoch + 1, self.batches_done)
             ):
                 raise RuntimeError(
-                    f"`epoch` (={epoch}) must follow the resumed position, which is {self.batches_done} of {len(self)} "
-                    f"batches of epoch {self.epoch}, or images would be skipped. With `max_steps` Lightning counts an "
-                    f"epoch twice. Pass the trainer to the loader: {type(self).__name__}(..., trainer=trainer)."
+                    f"`epoch` (={epoch}) must follow the resumed position, which is {self.batches_done} of "
+                    f"{len(self)} batches of epoch {self.epoch}, because images would be skipped otherwise. With "
+                    "`max_steps`, Lightning counts an epoch twice. Pass the trainer to the loader: "
+                    f"{type(self).__name__}(..., trainer=trainer)."
                 )
             self.epoch = epoch
             self.batches_done = 0
@@ -288,9 +290,9 @@ class ResumableLoader(ABC):
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
-                f"`{missing[0]}` must be in the checkpoint's state of the training loader, which contains only "
-                f"{sorted(state)}, because another loader or version wrote it. Train with the data of the interrupted "
-                "run."
+                f"`{missing[0]}` must be in the checkpoint's state of the training loader, but the state contains "
+                f"only {sorted(state)}, because another loader or version wrote it. Use the training loader and the "
+                "version of the interrupted run."
             )
         self._refuse_other(
             state, self._SAME, "the resumed epoch would repeat some images and skip others"
@@ -300,7 +302,7 @@ class ResumableLoader(ABC):
         if state["batches_done_of_step"] and self._trainer is None:
             why = (
                 f"the checkpoint is from the middle of a step ({state['batches_done_of_step']} of "
-                f"{state['accumulate_grad_batches']} batches), whose images would be divided in another way"
+                f"{state['accumulate_grad_batches']} batches), whose images would be divided differently among ranks"
             )
             self._refuse_other(state, self._SAME_IN_STEP, why)
         self.epoch = state["epoch"]
@@ -311,7 +313,7 @@ class ResumableLoader(ABC):
 
     def _refuse_other(self, state: dict[str, Any], names: tuple[str, ...], why: str) -> None:
         cures = {
-            "num_images": "the data to that of the interrupted run, with the same images",
+            "num_images": "the data set to that of the interrupted run, with the same images",
             "world_size": "`devices` and `num_nodes` of the Trainer as in the interrupted run",
             "accumulate_grad_batches": "`accumulate_grad_batches` of the Trainer as in the interrupted run",
         }

@@ -58,9 +58,9 @@ class ShardLoader:
         else:
             raise ValueError(
                 f"The order of the training loader (={_name_of(loader)}) must depend only on seed and epoch, because "
-                "an elastic run assigns its batches to other ranks. Use a loader of `lightning_hybrid.data`, or a "
-                "`DataLoader` without its own batch sampler, and with a `DistributedSampler` or the sampler that "
-                "Lightning sets."
+                "an elastic run reassigns its batches when hosts join or fail. Use a loader of "
+                "`lightning_hybrid.data`, or a `DataLoader` without a custom batch sampler, with a "
+                "`DistributedSampler` or the sampler that Lightning sets."
             )
         self._loader = loader
         self._source = source

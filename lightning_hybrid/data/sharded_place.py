@@ -52,7 +52,7 @@ class ShardedPlace(ExactResume):
         if state is not None and place.batches and state["dealt"] != self.traits.dealt:
             raise self.error(
                 "its order (number of samples, seed, shuffle, drop_last of sampler and loader) is "
-                f"{self.traits.dealt}, and that of the checkpoint is {state['dealt']}. Use the data set, the sampler "
+                f"{self.traits.dealt}, but that of the checkpoint is {state['dealt']}. Use the data set, the sampler "
                 "and the seed of the checkpoint"
             )
         self.has_begun = True

@@ -39,8 +39,8 @@ class StepLayout:
         """Number of samples in a step, over all ranks."""
         if self.batch_size is None:
             raise ValueError(
-                "`batch_size` (=None) must be a number, because a batch sampler does not tell the number of samples. "
-                "Use a loader with `batch_size`."
+                "`batch_size` (=None) must be a number, because the number of samples per batch of a batch sampler is "
+                "unknown. Set `batch_size` in the loader."
             )
         return self.world_size * self.batch_size * self.accumulate_grad_batches
 
@@ -73,8 +73,8 @@ class StepLayout:
         if batches_done % self.accumulate_grad_batches:
             raise ValueError(
                 f"`accumulate_grad_batches` (={self.accumulate_grad_batches}) must divide the number of finished "
-                f"batches of the epoch (={batches_done}), or the next step would have fewer batches. Set "
-                f"accumulate_grad_batches={saved.accumulate_grad_batches}, as in the checkpoint"
+                f"batches of the epoch (={batches_done}), because the next step would have fewer batches otherwise. "
+                f"Set accumulate_grad_batches={saved.accumulate_grad_batches}, as in the checkpoint"
             )
 
     def _refuse_difference(self, saved: StepLayout) -> None:
@@ -91,7 +91,7 @@ class StepLayout:
         batch_size, remainder = divmod(saved.images_per_step, num_parts)
         rule = (
             f"`batch_size` (={self.batch_size}) times {self.world_size} ranks and {self.accumulate_grad_batches} "
-            f"batches must be the {saved.images_per_step} samples per step of the checkpoint"
+            f"batches must equal the {saved.images_per_step} samples per step of the checkpoint"
         )
         if not remainder:
             return f"{rule}. Set batch_size={batch_size}"

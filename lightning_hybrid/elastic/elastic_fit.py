@@ -274,9 +274,8 @@ class ElasticFit:
             num_loaders = len(combined.flattened)
         if num_loaders > 1:
             raise ValueError(
-                f"`train_dataloaders` (={num_loaders} loaders) must be one loader in an elastic run, because "
-                "its batches are divided among the hosts that are present. Combine the data sets, for "
-                "example in a `ConcatDataset`."
+                f"`train_dataloaders` (={num_loaders} loaders) must be a single loader in an elastic run, because its "
+                "batches are divided among the current hosts. Combine the data sets, for example in a `ConcatDataset`."
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
@@ -354,8 +353,8 @@ class ElasticFit:
         # Without a backward pass, the other ranks would wait for this one.
         if output is None:
             raise RuntimeError(
-                "`training_step` (returned None) must return a loss in an elastic run, because every rank contributes "
-                "to the averaged gradients. Return a loss of zero that depends on the parameters, or use "
+                "`training_step` returned None, but must return a loss in an elastic run, because every rank "
+                "contributes to the averaged gradients. Return a loss of zero that depends on the parameters, or use "
                 "strategy='hybrid_allreduce'."
             )
         return output
@@ -368,9 +367,9 @@ class ElasticFit:
         """
         if self.is_in_step:
             raise RuntimeError(
-                "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic', because a "
-                "rank may have several shards of a step and other hosts do not take part. Call it in a hook, "
-                "where it covers the ranks of the host."
+                "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic', because a rank may "
+                "process several shards of a step, and other hosts do not participate. Call it in a hook, where it "
+                "gathers from the ranks of the host."
             )
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -426,9 +425,8 @@ class ElasticFit:
         finally:
             self._logs = None
         raise RuntimeError(
-            f"elastic: step {views.committed} was given up after {MOST_VIEWS} attempts, each of which "
-            f"ended with a change of hosts: {views.ended}. Check the network between the hosts, and start "
-            "the run again."
+            f"elastic: step {views.committed} failed after {MOST_VIEWS} attempts, because the hosts changed during "
+            f"each attempt: {views.ended}. Check the network between the hosts, and restart the run."
         )
 
     def _is_whole(self, views: Views) -> bool:
@@ -577,7 +575,9 @@ def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
     for trainer_type, callback_type in zip(trainer_types, callback_types, strict=True):
         if isinstance(trainer, trainer_type):
             return callback_type(on_train_end=on_train_end)
-    raise TypeError(f"`trainer` (={type(trainer).__name__}) must be a Lightning `Trainer`.")
+    raise TypeError(
+        f"`trainer` (={type(trainer).__name__}) must be a Lightning `Trainer`. Pass the trainer of the run."
+    )
 
 
 def _has_reached_its_end(trainer: Any) -> bool:

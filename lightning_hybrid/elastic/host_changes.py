@@ -173,8 +173,8 @@ class Views:
                 return has_received_state and is_in_step
             self.close()
         raise RuntimeError(
-            f"elastic: the hosts could not all-reduce step {self.committed} in {MOST_VIEWS} consecutive views, "
-            f"although no host was lost: {self.ended}"
+            f"elastic: the hosts could not all-reduce step {self.committed} in {MOST_VIEWS} attempts, although no "
+            f"host failed: {self.ended}"
         ) from self.cause
 
     def _begin_view_change(self) -> None:
@@ -253,8 +253,8 @@ class Views:
                 ended.append(host)
         if ended and not self.stops and self.topology.local_rank == 0:
             log.warning(
-                "elastic: hosts %s have ended their fits after step %d, and this host continues with %d in all. Give "
-                "every host the same `max_steps`, `max_epochs`, `max_time` and callbacks.",
+                "elastic: hosts %s have finished training after step %d, but this host continues with %d hosts in "
+                "total. Use the same `max_steps`, `max_epochs`, `max_time` and callbacks on every host.",
                 ", ".join(ended),
                 view.target,
                 len(view.hosts),
@@ -357,7 +357,7 @@ class Views:
         if not has_succeeded:
             # Another rank of this host may wait for this one, in a collective or for groups that do not exist yet.
             self._membership.end_view(
-                f"a sum broke on host {self._membership.me.host}: {self.ended}"
+                f"an all-reduce failed on host {self._membership.me.host}: {self.ended}"
             )
             self._cut(self.groups)
         # The vote does not end with a view, so that no rank waits here for another that has continued.
@@ -385,8 +385,8 @@ class Views:
         # On the CPU, Gloo writes nothing more, because its connections are closed.
         if stuck_stages and self._engine.device.type == "cuda":
             raise RuntimeError(
-                f"elastic: all-reduce stages {stuck_stages} of the previous group of hosts did not end, and "
-                "could still write gradients. Start the run again from a checkpoint."
+                f"elastic: all-reduce stages {stuck_stages} of the previous group of hosts did not terminate, so they "
+                "could still overwrite gradients. Restart the run from a checkpoint."
             )
         self.groups.is_stuck |= bool(stuck_stages)
         self.groups.destroy()
@@ -526,9 +526,9 @@ class Views:
             return
         difference = first_difference(hashes_by_rank, [member.host for member in view.members])
         raise ReplicaDriftError(
-            f"elastic: the hosts of view {view.number} do not hold the same model before step {view.target}: "
-            f"{difference}. A host that joined did not receive the state of the others. Use the same code and library "
-            "versions on every host, and resume from a checkpoint."
+            f"elastic: hosts have different models before step {view.target} (view {view.number}): {difference}. A "
+            "joining host did not receive the state of the other hosts. Use the same code and library versions on "
+            "every host, and resume from a checkpoint."
         )
 
 

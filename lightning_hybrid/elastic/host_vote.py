@@ -49,7 +49,8 @@ class HostVote:
         votes = [os.read(connection.fileno(), 1) for connection in self._others]
         if b"" in votes:
             raise EOFError(
-                "elastic: another rank of this host has exited. The log of that rank has the cause."
+                "elastic: another rank of this host has exited. See the log of that rank for the "
+                "cause."
             )
         is_so = is_so and b"0" not in votes
         if self._is_first:

@@ -38,14 +38,16 @@ class ElasticOptions(OptionValue):
         require_whole(
             "max_hosts",
             self.max_hosts,
-            "it counts hosts. Write max_hosts=2, or set HYBRID_ELASTIC_MAX_HOSTS",
+            "it is a number of hosts. Set max_hosts=2, or HYBRID_ELASTIC_MAX_HOSTS",
         )
-        why = f"it counts hosts, of which there are at most {self.max_hosts}. Leave it out for 1"
+        why = (
+            f"it is a number of hosts, and the run has at most {self.max_hosts}. Leave it out for 1"
+        )
         require_whole("min_hosts", self.min_hosts, why)
         if self.min_hosts > self.max_hosts:
             raise ValueError(f"`min_hosts` (={self.min_hosts}) must be at most `max_hosts`: {why}.")
         require_number(
-            "silent_s", self.silent_s, "it counts seconds. Leave it out for 2", above=True
+            "silent_s", self.silent_s, "it is a time in seconds. Leave it out for 2", above=True
         )
         refuse_meeting_points(self.meet)
 
@@ -75,26 +77,29 @@ def refuse_meeting_points(meet: Any) -> None:
             raise ValueError(f"`meet` (={meet!r:.120}) {_RULE} {entry!r:.60} {reason}. {_CURE}")
 
 
-_RULE = "must be addresses with ports, the same on all hosts, of which each host listens at the first that is its own."
-_CURE = 'Write meet="10.0.0.1:29400,10.0.0.2:29400", or set HYBRID_ELASTIC_MEET.'
+_RULE = (
+    "must be a list of addresses with ports, the same on all hosts, because each host listens at the first address "
+    "that is its own."
+)
+_CURE = 'Set meet="10.0.0.1:29400,10.0.0.2:29400", or set HYBRID_ELASTIC_MEET.'
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def _why_no_address(text: str) -> str:
     """Return the reason why a text is not an address with a port, or an empty string if it is valid."""
     if "://" in text:
-        return f"begins with {text.partition('://')[0]}://, and must be without"
+        return f"begins with {text.partition('://')[0]}://, but must not have a scheme"
     if any(character.isspace() for character in text):
-        return "has blanks, and several addresses are separated by commas"
+        return "contains blanks, but addresses are separated by commas"
     host, _, port = text.rpartition(":")
     if not host:
         return "has no port"
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
         return "has no port from 1 to 65535 after its last colon"
     if ":" in host:
-        return "is of IPv6, and hosts find each other over IPv4"
+        return "is an IPv6 address, but hosts need IPv4 addresses"
     if not _NAME.fullmatch(host):
-        return "has a name that no host can have"
+        return "is not a valid host name"
     return ""
 
 
@@ -111,8 +116,8 @@ def resolved(meeting_points: Sequence[str]) -> list[str]:
             addresses.append(f"{socket.gethostbyname(host)}:{port}")
         except OSError as error:
             raise ValueError(
-                f"`meet` (={','.join(meeting_points)}) must hold IP addresses, or names that this host can "
-                f"resolve, but {host!r} has no IPv4 address here ({error}). Write the IP address of that host."
+                f"`meet` (={','.join(meeting_points)}) must contain IP addresses, or names that this host can "
+                f"resolve, but {host!r} has no IPv4 address here ({error}). Set the IP address of that host."
             ) from error
     return addresses
 
@@ -121,7 +126,7 @@ def warn_of_loopback(option: ElasticOptions, addresses: Sequence[str]) -> None:
     """Warn if `meet` has only loopback addresses, which other machines cannot reach."""
     if option.max_hosts > 1 and all(address.startswith("127.") for address in addresses):
         rank_zero_warn(
-            f"`meet` (={','.join(option.meeting_points)}) has only addresses of this machine, so a host "
-            "on another machine would train alone. Give addresses that other machines can reach, unless "
-            f"all {option.max_hosts} hosts run on this machine."
+            f"`meet` (={','.join(option.meeting_points)}) contains only addresses of this machine, so a host on "
+            "another machine would train alone. Set addresses that other machines can reach, unless all "
+            f"{option.max_hosts} hosts run on this machine."
         )

@@ -280,9 +280,8 @@ def _refuse_own_buffers(options: dict[str, Any]) -> None:
     for name in ("broadcast_buffers", "forward_sync_buffers"):
         if not options.pop(name, True):
             raise ValueError(
-                f"`{name}` (=False) cannot be combined with strategy={ELASTIC_NAME!r}, because a host that "
-                "joins copies the buffers of the other hosts, so buffers are always equal on all ranks. "
-                f"Leave `{name}` out."
+                f"`{name}` (=False) cannot be combined with strategy={ELASTIC_NAME!r}, because a joining host copies "
+                f"the buffers of the other hosts, so buffers are always equal on all ranks. Leave `{name}` out."
             )
 
 

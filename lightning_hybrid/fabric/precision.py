@@ -158,9 +158,9 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             return
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step found no gradient after a forward without `fabric.backward(loss)`. The "
-            "graph of a forward holds half-precision copies of the parameters, so `torch.autograd.grad` of a loss "
-            "with regard to the parameters themselves returns None. Call `fabric.backward(loss)` and read `p.grad`."
+            f"{type(optimizer).__name__}.step found no gradient, because `fabric.backward(loss)` was not called after "
+            "forward. Forward uses half-precision copies of the parameters, so `torch.autograd.grad` with respect to "
+            "the parameters themselves returns None. Call `fabric.backward(loss)` and read `p.grad`."
         )
 
     def _step_on_closure(

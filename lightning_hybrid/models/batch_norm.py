@@ -30,8 +30,8 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
     require_whole("accumulate_grad_batches", accumulate_grad_batches, why)
     if not 0 <= momentum <= 1:
         raise ValueError(
-            f"`momentum` (={momentum}) must be in [0, 1], because it is the weight of the new batch. Use 0.1, which is "
-            "torch's default."
+            f"`momentum` (={momentum}) must be from 0 to 1, because it is the weight of the new batch in the running "
+            "statistics. Set momentum=0.1, which is PyTorch's default."
         )
     # log1p(-1) is -inf, and with a single micro-batch the momentum must not change by rounding.
     if momentum == 1 or accumulate_grad_batches == 1:

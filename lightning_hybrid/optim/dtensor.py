@@ -74,17 +74,17 @@ def check_placements(group: dict[str, Any]) -> None:
         name = f"`{param_name(group, index)}.placements` (={param.placements})"
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(
-                f"{name} must be Shard or Replicate, because a Partial parameter is a sum that is not computed yet, so "
-                "no rank can compute its norm or update it. Call `redistribute(placements=[Replicate()])` before you "
+                f"{name} must be Shard or Replicate, because a Partial parameter is a pending sum over ranks, so no "
+                "rank can compute its norm or update it. Call `redistribute(placements=[Replicate()])` before you "
                 "create the parameter."
             )
         is_sharded = any(not placement.is_replicate() for placement in param.placements)
         is_orthogonal = group.get("direction") == "orthogonal"
         if is_sharded and is_orthogonal:
             raise ValueError(
-                f'{name} and `direction` (="orthogonal") cannot be combined, because singular values need the full '
-                'matrix, and a rank holds a shard. Set direction="momentum", or use strategy="hybrid_allreduce" or '
-                '"ddp", which do not shard weights.'
+                f'{name} and `direction` (="orthogonal") cannot be combined, because orthogonalization needs the full '
+                'matrix, but each rank has only a shard. Set direction="momentum", or use strategy="hybrid_allreduce" '
+                'or "ddp", which do not shard weights.'
             )
 
 

@@ -127,8 +127,8 @@ def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, 
         if grad.layout != torch.strided:
             raise ValueError(
                 f"`{param_name(group, index)}.grad.layout` (={grad.layout}) must be torch.strided, because a sparse "
-                "gradient covers some rows, but the trust ratio needs the full layer. Create the layer with "
-                "`sparse=False`, or use `torch.optim.SparseAdam` for it."
+                "gradient covers only some rows, but the trust ratio needs the full layer. Set `sparse=False` in the "
+                "layer, or use `torch.optim.SparseAdam` for it."
             )
         yield index, (param, grad)
 

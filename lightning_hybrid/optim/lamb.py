@@ -121,8 +121,8 @@ class LAMB(LayerwiseOptimizer):
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(
-                f"`betas` (={betas!r:.80}) must be two numbers, the decay rates of the first and of the second moment. "
-                "Use (0.9, 0.999), for example."
+                f"`betas` (={betas!r:.80}) must be two numbers, the decay rates of the first and the second moment. "
+                "Set betas=(0.9, 0.999), for example."
             )
         for index, beta in enumerate(betas):
             require_number(
@@ -131,7 +131,7 @@ class LAMB(LayerwiseOptimizer):
         require_number(
             "eps",
             group["eps"],
-            "it is added to the root of the second moment. Use 1e-6, for example",
+            "it is added to the square root of the second moment. Use 1e-6, for example",
         )
         require_choice(
             "bias_correction",

@@ -46,7 +46,7 @@ similarity of 0.96 to `trust_ratio`, and `layer_decay` has 0.61 to `weight_decay
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _REASONS_OF_FLAGS = {
-    "capturable": "with True a step reads nothing on the host, so that a CUDA graph can capture it",
+    "capturable": "with True, a step does not read values on the host, so a CUDA graph can capture it",
     "trust_ratio": "False excludes the group from layer scaling",
     "maximize": "True maximizes the objective",
 }
@@ -119,7 +119,7 @@ class LayerwiseOptimizer(Optimizer):
             if lr.dim() != 0 or not lr.is_floating_point():
                 raise ValueError(
                     f"`lr` (={lr!r:.80}) must be a number or a 0-dim floating-point tensor, because a group has one "
-                    "learning rate. Use `torch.tensor(0.1)`, and one group per learning rate."
+                    "learning rate. Use `torch.tensor(0.1)`, or one group for each learning rate."
                 )
             lr = lr.item()
         require_number(
@@ -171,8 +171,8 @@ class LayerwiseOptimizer(Optimizer):
             # `weight_decay_scale` is a key for a schedule, not a misspelt `weight_decay`.
             if not key.startswith(f"{option}_") and not key.endswith(f"_{option}"):
                 raise ValueError(
-                    f"`{key}` (={value!r:.80}) is not an option of {type(self).__name__}, and would be ignored. Did "
-                    f"you mean `{option}`? A parameter group may set {', '.join(sorted(self.defaults))}."
+                    f"`{key}` (={value!r:.80}) is not an option of {type(self).__name__}, so it would be ignored. Did "
+                    f"you mean `{option}`? The options of a parameter group are {', '.join(sorted(self.defaults))}."
                 )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
@@ -197,7 +197,8 @@ class LayerwiseOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(
-                f"`param_group` (={param_group!r:.80}) must be a dict. Pass dict(params=...) with its options."
+                f"`param_group` (={param_group!r:.80}) must be a dictionary. Pass dict(params=...) with the options "
+                "of the group."
             )
         # The caller's dict is copied, because values are converted and torch adds the defaults.
         param_group = dict(param_group)
@@ -231,13 +232,14 @@ class LayerwiseOptimizer(Optimizer):
             if param.dtype not in _DTYPES:
                 raise ValueError(
                     f"`{param_name(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or "
-                    "float64, because the trust ratio is a quotient of real norms. Use another optimizer for this "
-                    "parameter, or store a complex one as its `torch.view_as_real`."
+                    "float64, because the trust ratio needs real floating-point norms. Use another optimizer for this "
+                    "parameter, or store a complex parameter as `torch.view_as_real` of it."
                 )
             if self.defaults["fused"] and param.device.type not in fused_devices:
                 raise ValueError(
-                    f"`fused` (=True) needs parameters on {' or '.join(fused_devices)}, not on `{param.device}`, where "
-                    f"{type(self).__name__} has no kernels. Use fused=None, or torch.compile(optimizer.step)."
+                    f"`fused` (=True) requires parameters on {' or '.join(fused_devices)}, but one is on "
+                    f"`{param.device}`, where {type(self).__name__} has no fused kernels. Set fused=None, or use "
+                    "torch.compile(optimizer.step)."
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

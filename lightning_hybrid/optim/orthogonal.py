@@ -160,9 +160,9 @@ def _muon_size(step: Tensor) -> float:
 def refuse_part(part: Part) -> NoReturn:
     """Raise `ValueError`, because a shard of a tensor cannot be orthogonalised."""
     raise ValueError(
-        f'`direction` (="orthogonal") needs full tensors, but this rank holds only a part (={part.begin} to {part.end} '
-        f"of {part.numel} elements), and singular values depend on the full matrix. Leave `shard_update` out. To share "
-        "the work between the ranks of a node, set the optimizer's `work_group`."
+        '`direction` (="orthogonal") requires full tensors, because orthogonalization needs the full matrix, but this '
+        f"rank has only elements {part.begin} to {part.end} of {part.numel}. Leave `shard_update` out. To divide the "
+        "work among the ranks of a node, set `work_group` of the optimizer."
     )
 
 

@@ -135,7 +135,7 @@ def param_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"`model` (=a {type(model).__name__}) must be a module, because the rules depend on the types of layers. "
-            "Write param_groups(net, ...) instead of param_groups(net.parameters(), ...)."
+            "Call param_groups(net, ...) instead of param_groups(net.parameters(), ...)."
         )
     weight_decay = plain_value(weight_decay)
     require_number(
@@ -156,7 +156,7 @@ def param_groups(
         if reasons:
             state = f"all {len(reasons)} are frozen"
         raise ValueError(
-            f"`model` (={type(model).__name__}) must have trainable parameters, and {state}. Call "
+            f"`model` (={type(model).__name__}) must have trainable parameters, but {state}. Call "
             "`requires_grad_(True)` on the parameters to train, or pass `include_frozen=True`."
         )
 
@@ -192,8 +192,8 @@ def _exclusion_reasons(
     for name, param, ancestors in _walk_parameters(model):
         if is_lazy(param):
             raise ValueError(
-                f"`{name}` (={type(param).__name__}) must have a shape, and its lazy module has not seen a batch. Run "
-                "one batch through the model before `param_groups`."
+                f"`{name}` (={type(param).__name__}) must have a shape, but its lazy module is not initialized yet. "
+                "Run one batch through the model before `param_groups`."
             )
         # A shared parameter appears several times. It keeps its first name, and each of its modules may exclude it.
         names.setdefault(param, name)
@@ -217,8 +217,8 @@ def _check_rules(rules: Collection[Rule]) -> None:
     for rule in rules:
         if rule not in get_args(Rule):
             raise ValueError(
-                f"`rules` (={rules!r}) must contain only {', '.join(map(repr, get_args(Rule)))}, and {rule!r} is not a "
-                "rule. Pass patterns, types and predicates as `exclude`."
+                f"`rules` (={rules!r}) must contain only {', '.join(map(repr, get_args(Rule)))}, but contains "
+                f"{rule!r}. Pass patterns, types and predicates as `exclude`."
             )
 
 
@@ -293,8 +293,9 @@ def _checked_exclusions(exclude: Any) -> tuple[Exclusion, ...]:
     for exclusion in exclusions:
         if isinstance(exclusion, type) and not issubclass(exclusion, nn.Module):
             raise ValueError(
-                f"`exclude` (={exclusion.__name__}) must be a module type, a name pattern or a predicate, and this "
-                "type is not a subclass of nn.Module. To choose by parameter, use a predicate(name, param, module)."
+                f"`exclude` (={exclusion.__name__}) must be a module type, a name pattern or a predicate, but this "
+                "type is not a subclass of nn.Module. To exclude single parameters, pass a predicate(name, param, "
+                "module)."
             )
         if not isinstance(exclusion, str) and not callable(exclusion):
             raise ValueError(
@@ -315,11 +316,11 @@ def _check_all_matched(
             if not similar:
                 similar = names[:3]
             raise ValueError(
-                f"`exclude` (={exclusion!r}) matches none of {len(names)} parameter names, so it would exclude "
-                f"nothing. Use a pattern for the full name, such as one of {', '.join(similar)}."
+                f"`exclude` (={exclusion!r}) matches none of the {len(names)} parameter names, so it would exclude "
+                f"nothing. Use a pattern that matches a full name, such as {', '.join(similar)}."
             )
         if isinstance(exclusion, type):
             raise ValueError(
-                f"`exclude` (={exclusion.__name__}) matches none of {len(names)} parameters, because no module of this "
-                "type holds a parameter. Leave it out, or check the types of the model's modules."
+                f"`exclude` (={exclusion.__name__}) matches none of the {len(names)} parameters, because no module of "
+                "this type has a parameter. Leave it out, or check the types of the model's modules."
             )

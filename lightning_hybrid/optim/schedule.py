@@ -99,12 +99,12 @@ class WarmupPolynomialDecay(LRScheduler):
         end_lr = plain_value(end_lr)
         warmup_start_lr = plain_value(warmup_start_lr)
         _check_numbers(total_steps, warmup_steps, power, end_lr, warmup_start_lr)
-        reason = 'it is the beginning of the decay. Set "start" for Caffe\'s rule'
+        reason = 'it selects where the decay begins. Set "start" for Caffe\'s rule'
         require_choice("decay_from", decay_from, get_args(DecayFrom), reason)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer, because the schedule sets the "
-                "learning rate of its groups. Pass the optimizer."
+                f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer, because the schedule sets its "
+                "learning rates. Pass the optimizer of the module."
             )
         _check_base_rates(optimizer, end_lr)
 
@@ -147,7 +147,7 @@ def _check_numbers(
     if warmup_steps >= total_steps:
         raise ValueError(
             f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}), which includes the "
-            "warm-up. Count both in optimizer steps."
+            "warm-up. Set both as numbers of optimizer steps."
         )
     reason = (
         "with 0 the learning rate would never decay. Use 1 for a linear decay, or 2 as MLPerf does"
@@ -209,7 +209,7 @@ def starting_rate(
     >>> round(starting_rate("lamb", batch_size=8192, sgd_lr=0.2, sgd_batch_size=512), 3)
     0.02
     """
-    reason = "there are suggestions for these only"
+    reason = "suggestions exist only for these optimizers"
     require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), reason)
     require_positive("batch_size", batch_size, "it is a number of samples")
     require_positive("sgd_lr", sgd_lr, "it is a learning rate")
@@ -233,8 +233,8 @@ def _scaled_lars_rate(batch_size: int, scale: float) -> float:
     largest = batch_sizes[-1]
     if batch_size > largest:
         raise ValueError(
-            f"`batch_size` (={batch_size}) must be at most {largest} for LARS, because no larger reference point is "
-            f"published. Use the learning rate of batch size {largest}, and search from there."
+            f"`batch_size` (={batch_size}) must be at most {largest} for LARS, because no reference point for larger "
+            f"batches has been published. Start the search from the learning rate for batch size {largest}."
         )
     if batch_size <= smallest:
         return scale * MLPERF_LARS[smallest] * batch_size / smallest

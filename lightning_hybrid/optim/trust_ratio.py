@@ -58,8 +58,9 @@ def require_bounds(bounds: Any) -> None:
     """Raise `ValueError` unless the bounds of a weight norm are None or two valid numbers."""
     if bounds is not None and not _are_bounds(bounds):
         raise ValueError(
-            f"`weight_norm_bounds` (={bounds!r:.60}) must be two numbers (low, high) with 0 <= low <= high and "
-            "high > 0, because they bound a layer's |w| in the trust ratio. Set None for no bounds."
+            f"`weight_norm_bounds` (={bounds!r:.60}) must be two numbers (low, high) with 0 <= low <= high and high > "
+            "0, because they bound the weight norm of a layer in the trust ratio. Set weight_norm_bounds=None for no "
+            "bounds."
         )
 
 

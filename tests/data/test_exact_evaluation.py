@@ -143,13 +143,15 @@ def loader(num_samples=101, kind=DataLoader, **options):
 
 
 OBSTACLES = {
-    "`Chooses` chooses its samples itself": lambda: loader(sampler=sampler(kind=Chooses)),
+    "`Chooses` selects samples in its own way": lambda: loader(sampler=sampler(kind=Chooses)),
     "`drop_last=True` leaves samples out": lambda: loader(drop_last=True),
-    "it has 3 samples for 4 ranks, and every rank needs one": lambda: loader(3),
+    "it has 3 samples for 4 ranks, but every rank needs one": lambda: loader(3),
     "it has `batch_size=None`": lambda: loader(batch_size=None),
-    "`Buckets` forms its batches": lambda: loader(batch_sampler=Buckets(sampler(), 5, False)),
-    "`Reads` has an `__iter__` of its own": lambda: loader(kind=Reads),
-    "`in_order=False` mixes its batches": lambda: loader(in_order=False),
+    "`Buckets` forms batches in its own way": lambda: loader(
+        batch_sampler=Buckets(sampler(), 5, False)
+    ),
+    "`Reads` defines its own `__iter__`": lambda: loader(kind=Reads),
+    "`in_order=False` changes the order of its batches": lambda: loader(in_order=False),
 }
 
 

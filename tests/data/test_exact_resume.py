@@ -115,7 +115,7 @@ def test_another_number_of_ranks_reads_the_remaining_images_of_each_step(rank_po
     assert steps(on_one_rank) == steps(whole)[3:]
     (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
     assert (
-        "`batch_size` (=2) times 1 ranks and 1 batches must be the 4 samples per step of the checkpoint. "
+        "`batch_size` (=2) times 1 ranks and 1 batches must equal the 4 samples per step of the checkpoint. "
         "Set batch_size=4." in refused
     )
 
@@ -262,8 +262,8 @@ def with_seed_of_user(folder: str) -> str:
 
 def test_a_sampler_with_another_seed_of_the_user_is_refused_by_its_seed(two_ranks, tmp_path):
     for error in two_ranks.run(with_seed_of_user, str(tmp_path)):
-        assert "`DistributedSampler` has seed=6 and had seed=5 in the interrupted run" in error
-        assert "give your sampler seed=5" in error
+        assert "`DistributedSampler` has seed=6, but had seed=5 in the interrupted run" in error
+        assert "set seed=5 in your sampler" in error
 
 
 class SeededOnceSampler(Sampler):
@@ -292,9 +292,9 @@ def with_a_sampler_seeded_once(folder: str) -> str:
 
 def test_the_error_of_another_order_names_another_seed_everything_first(one_rank, tmp_path):
     (error,) = one_rank.run(with_a_sampler_seeded_once, str(tmp_path))
-    reason = error.split("does not repeat its samples before the checkpoint. ")[1]
+    reason = error.split("does not reproduce the samples before the checkpoint. ")[1]
     assert reason.startswith(
-        "The interrupted run had seed_everything(3) and this one has seed_everything(8): call seed_everything(3)"
+        "The interrupted run used seed_everything(3), but this run uses seed_everything(8). Call seed_everything(3)"
     )
 
 
@@ -329,7 +329,7 @@ def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
     """The checksum is that of all batches before the checkpoint."""
     swapped = [1, 0, *range(2, 32)]
     (error,) = one_rank.run(with_other_order, str(tmp_path), swapped)
-    assert "its sampler does not repeat its samples before the checkpoint" in error
+    assert "its sampler does not reproduce the samples before the checkpoint" in error
     assert one_rank.run(with_other_order, str(tmp_path), list(range(32))) == [""]
 
 
@@ -450,7 +450,7 @@ def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_
     ]
     assert rank_pool.ranks(1).run(continued_loop, str(tmp_path), 4) == [batches[3:8]]
     (error,) = rank_pool.ranks(1).run(toy.error_of, continued_loop, str(tmp_path), 2)
-    assert "must be the 4 samples per step" in error
+    assert "must equal the 4 samples per step" in error
 
 
 def test_global_random_streams_continue_after_a_seeded_context():

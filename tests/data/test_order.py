@@ -110,7 +110,7 @@ def batch_of_two_ranks(global_batch_size):
         (lambda: loader(ranks=2, rank=2), r"^`rank` \(=2\) must be from 0 to `world_size - 1`"),
         (
             lambda: batch_of_two_ranks(0),
-            r"is not a positive whole number\. Set global_batch_size=4\.",
+            r"needs a positive whole number of images, not 0\.00\. Set global_batch_size=4\.",
         ),
         (
             lambda: eval_share(world_size=4),

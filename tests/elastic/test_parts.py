@@ -178,7 +178,11 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
     views._on_change(3, "a host is lost")
     assert cut == ["comm: a host joins", "groups"]
     assert not views.agrees(False, "")  # others of the host may wait for this one
-    assert cut[2:] == ["a sum broke on host a: a host joins", "comm: a host joins", "groups"]
+    assert cut[2:] == [
+        "an all-reduce failed on host a: a host joins",
+        "comm: a host joins",
+        "groups",
+    ]
 
 
 def test_shards_of_a_rank_are_consecutive_and_every_shard_belongs_to_one_rank() -> None:

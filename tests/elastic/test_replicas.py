@@ -61,7 +61,10 @@ def check(scene: Scene, outcome: Outcome) -> None:
         if not isinstance(event, Join):
             assert outcome.steps_of(event.host)[-1] == event.step - 1
         if isinstance(event, Cut):
-            assert "cannot be heard and may go on; here are too few" in outcome.ends[event.host, 0]
+            assert (
+                "cannot be reached and may continue, but the reachable hosts are too few"
+                in outcome.ends[event.host, 0]
+            )
 
 
 @pytest.mark.sampled(3)

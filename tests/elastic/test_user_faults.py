@@ -283,9 +283,9 @@ def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
 
 def test_addresses_of_this_machine_alone_are_named() -> None:
     seen = fit(module=Net, train=shuffled, warns=True, **elastic(2))
-    assert any("has only addresses of this machine" in text for text in seen.warnings)
+    assert any("contains only addresses of this machine" in text for text in seen.warnings)
     seen = fit(module=Net, train=shuffled, warns=True, **elastic(1))
-    assert not any("has only addresses of this machine" in text for text in seen.warnings)
+    assert not any("contains only addresses of this machine" in text for text in seen.warnings)
 
 
 def test_a_name_that_no_server_knows_is_an_error_that_names_the_option() -> None:
@@ -374,7 +374,7 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
     assert "TimeoutError" in seen.error
     for text in (*texts[:1], seen.error):
         assert "1 of `min_hosts` (=2)" in text
-        assert f"what listens at {taken} is no host of a run" in text
+        assert f"the process that listens at {taken} is not a host of an elastic run" in text
         assert f"{nobody} is this host" in text
     assert len(texts) >= 2
 
@@ -383,11 +383,11 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
     ("meet", "words"),
     [
         ("tcp://10.0.0.1:29400", "begins with tcp://"),
-        ("10.0.0.1:29400 10.0.0.2:29400", "several addresses are separated by commas"),
+        ("10.0.0.1:29400 10.0.0.2:29400", "addresses are separated by commas"),
         ("10.0.0.1", "has no port"),
         ("10.0.0.1:99999", "has no port from 1 to 65535"),
         ("10.0.0.1:²", "has no port from 1 to 65535"),
-        ("[::1]:29400", "is of IPv6"),
+        ("[::1]:29400", "is an IPv6 address"),
         ([("10.0.0.1", 29400)], "is not a string"),
         (29400, "(=29400)"),
         (None, "(=None)"),

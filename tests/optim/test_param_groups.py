@@ -167,7 +167,7 @@ def test_the_report_counts_every_parameter_once_under_its_reason():
         (
             nn.ReLU,
             {},
-            r"`model` \(=ReLU\) must have trainable parameters, and it has no parameters",
+            r"`model` \(=ReLU\) must have trainable parameters, but it has no parameters",
         ),
         (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "all 2 are frozen"),
         (lambda: nn.LazyLinear(2), {}, r"`weight` \(=UninitializedParameter\) must have a shape"),
@@ -196,6 +196,6 @@ def test_parameters_in_place_of_the_module_are_answered_with_the_call_to_write()
     for params in (net.parameters(), list(net.parameters()), net.named_parameters()):
         with pytest.raises(
             TypeError,
-            match=r"^`model` \(=a \w+\) must be a module, .* Write param_groups\(net, \.\.\.\)",
+            match=r"^`model` \(=a \w+\) must be a module, .* Call param_groups\(net, \.\.\.\)",
         ):
             param_groups(params, weight_decay=0.1)

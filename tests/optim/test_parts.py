@@ -116,7 +116,7 @@ def test_a_part_has_no_direction_of_its_own():
     parts = Parts(0, 2, lambda table: None)
     both = OptimizerPair(parts, {}, shapes=[(2 * BLOCK,), (3,)], direction="orthogonal")
     with pytest.raises(
-        ValueError, match=r"`direction` .*needs full tensors.*0 to 16384 of 32768.*`work_group`"
+        ValueError, match=r"`direction` .*requires full tensors.*0 to 16384 of 32768.*`work_group`"
     ):
         both.step(1)
 

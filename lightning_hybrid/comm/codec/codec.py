@@ -185,8 +185,8 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             Exception
         ) as error:  # The compiler, the linker, the driver or Triton itself may fail.
             problem = (
-                "on CUDA needs kernels that triton builds, but building the first one failed "
-                f"({type(error).__name__}: {error!s:.300})"
+                f"on CUDA needs kernels that triton builds, but the first build failed ({type(error).__name__}: "
+                f"{error!s:.300})"
             )
             remedy = (
                 "Install triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU "

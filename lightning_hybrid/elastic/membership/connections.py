@@ -88,8 +88,7 @@ class Connection(asyncio.Protocol):
         line = json.dumps(message).encode() + b"\n"
         if len(line) > LIMIT:
             raise MalformedError(
-                f"a message of {len(line)} bytes is longer than {LIMIT} bytes, because there are too many "
-                "hosts"
+                f"a message has {len(line)} bytes, but the limit is {LIMIT} bytes, because there are too many hosts"
             )
         if not self.is_connected:
             self._unsent += line if len(self._unsent) < MOST_UNSENT else b""
@@ -117,7 +116,7 @@ class Connection(asyncio.Protocol):
         *lines, self._received = (self._received + data).split(b"\n")
         try:
             if max(map(len, [*lines, self._received])) > LIMIT:
-                raise MalformedError("not a message")
+                raise MalformedError("the received data is not a valid message")
             for line in lines:
                 if self.sock in self._thread.sockets:
                     self._read(json.loads(line))
@@ -129,7 +128,7 @@ class Connection(asyncio.Protocol):
             AttributeError,
             RecursionError,
         ) as error:
-            log.warning("elastic: closed a connection of %s: %r", self.peer, error)
+            log.warning("elastic: closed the connection to %s: %r", self.peer, error)
             self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -174,7 +173,7 @@ class SocketThread:
         Raises:
             MalformedError: The message is not a valid greeting.
         """
-        raise MalformedError("no greeting")
+        raise MalformedError("the first message is not a greeting")
 
     def tick(self, now: float, is_late: bool) -> None:
         """Send due heartbeats, and report peers whose heartbeats have stopped.

@@ -83,8 +83,8 @@ class Host(SocketThread):
         assert host_listener is not None
         if rank_listener is None:
             raise RuntimeError(
-                f"elastic: the first rank of another host named {settings.host} is running. Give each host "
-                "its own name."
+                f"elastic: another host named {settings.host} is already running its first rank. Give each host a "
+                "unique name."
             )
 
         listeners = [host_listener, rank_listener]
@@ -175,7 +175,9 @@ class Host(SocketThread):
             elif answer is not None and now - answer.time_s < settings.silent_s:
                 texts.append(f"{address} is {name_of(answer.host)}")
             elif meet_index in self._asked and self._asked[meet_index].is_connected:
-                texts.append(f"what listens at {address} is no host of a run")
+                texts.append(
+                    f"the process that listens at {address} is not a host of an elastic run"
+                )
             else:
                 texts.append(f"nobody answers at {address}")
         if self._meet_index is None:
@@ -235,7 +237,9 @@ class Host(SocketThread):
         if message["kind"] == "refused":
             self._deliver_to_ranks("refused", message["why"])
         elif message["kind"] != "at":
-            raise MalformedError(f"{message['kind']} where only answers come")
+            raise MalformedError(
+                f"received a message of kind {message['kind']}, but expected an answer"
+            )
         elif not self.machine.run:
             self._answers[meet_index] = _Answer(message["host"], message["is_running"], monotonic())
 
@@ -291,7 +295,7 @@ class Host(SocketThread):
     def greet(self, connection: Connection, message: dict[str, Any]) -> None:
         """Read the first message of a connection, from a rank of this host or from another host."""
         if message["kind"] != "hello":
-            raise MalformedError("no greeting")
+            raise MalformedError("the first message is not a greeting")
         if connection.sock.family == socket.AF_UNIX:
             self._greet_rank(connection, int(message["local"]))
         elif message["token"] != self._settings.token:
@@ -314,7 +318,7 @@ class Host(SocketThread):
         _, uid, _ = struct.unpack("3i", credentials)
         if uid != os.getuid() or local in self._ranks or local == 0:
             raise MalformedError(
-                f"local rank {local} belongs to another user, or is connected already"
+                f"local rank {local} belongs to another user, or is already connected"
             )
         self._ranks[local] = connection
         self._seen_s[local] = monotonic()
@@ -329,7 +333,7 @@ class Host(SocketThread):
         """Refuse admission to a host with other run settings, and send it the differences."""
         token, refused_token = differing_parts(self._settings.token, str(message["token"]))
         log.warning(
-            "elastic: refused host %s: its `token` is %s, and not %s",
+            "elastic: refused host %s, because its `token` is %s instead of %s",
             message["key"],
             refused_token,
             token,
@@ -368,7 +372,7 @@ class Host(SocketThread):
     def _has_rank_ended(self, local: int, is_dead: bool) -> None:
         """Report the death of another rank of this host, unless it has said goodbye."""
         if local in self._ranks and not self.machine.is_over:
-            self._deliver("lost", f"rank {local} of this host is gone")
+            self._deliver("lost", f"rank {local} of this host has exited")
 
     def tick(self, now: float, is_late: bool) -> None:
         """Send heartbeats, and mark hosts and ranks as lost whose heartbeats have stopped.
@@ -491,7 +495,7 @@ class Host(SocketThread):
         Otherwise the other host asks again later.
         """
         if len(committed) != self._settings.ranks_per_host:
-            raise MalformedError("the host has another number of ranks")
+            raise MalformedError("the host has a different number of ranks")
         if (not self.machine.run or self.machine.is_head()) and self._peer(host).is_connected:
             self.machine.join(host, committed)
             self._act()

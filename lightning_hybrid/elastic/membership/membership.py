@@ -35,7 +35,7 @@ def end_process(why: str) -> None:
 
     The host counts as lost as a whole.
     """
-    print(f"elastic: {why}; this rank ends too", file=sys.stderr, flush=True)
+    print(f"elastic: {why}; this rank exits too", file=sys.stderr, flush=True)
     os._exit(75)
 
 
@@ -72,7 +72,7 @@ class Follower(SocketThread):
 
     def waits_for(self) -> str:
         """Return a description of the ranks that the next membership view is waiting for."""
-        return "the first rank of this host, which speaks with the others"
+        return "the first rank of this host, which communicates with the other hosts"
 
     def _say_it(self) -> None:
         if self._first and self.key and self._committed is not None:
@@ -94,7 +94,7 @@ class Follower(SocketThread):
     def _has_closed(self, is_dead: bool) -> None:
         self._first = None
         if self.key and not self._has_left:
-            self._deliver("lost", "the first rank of this host is gone")
+            self._deliver("lost", "the first rank of this host has exited")
 
     @property
     def pause_s(self) -> float:
@@ -203,7 +203,7 @@ class Membership:
             if self._is_waiting or self._view is None:
                 raise TimeoutError(
                     f"elastic: no group of hosts was formed within `timeout` (={timeout_s:g} s). Waited for "
-                    f"{self._part.waits_for()}. Start the missing hosts, or raise `timeout`."
+                    f"{self._part.waits_for()}. Start the missing hosts, or increase `timeout`."
                 )
             return self._view
 
@@ -262,7 +262,7 @@ class Membership:
                 )
                 self._is_waiting = self._has_told = False
             elif what == "isolated":
-                self._error = IsolatedError(f"elastic: this host may not go on: {value}")
+                self._error = IsolatedError(f"elastic: this host cannot continue: {value}")
                 why = value
             elif what == "refused":
                 self._error = RefusedError(f"elastic: {value}")

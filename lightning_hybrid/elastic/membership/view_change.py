@@ -104,7 +104,7 @@ class ViewChange:
         self.committed[local] = committed
         self.store = store or self.store
         if not self.has_ended:
-            self.end_view(f"a sum broke on host {name_of(self.me)}")
+            self.end_view(f"an all-reduce failed on host {name_of(self.me)}")
         self._advance()
 
     def lose(self, host: str, how: str, why: str) -> None:
@@ -154,7 +154,9 @@ class ViewChange:
             if kind in ("propose", "ready"):  # this host has found another run meanwhile
                 self._send([sender], kind="bye", why="")
         elif kind == "excluded" and message["number"] > self.number:
-            self._isolate(f"{names_of(message['hosts'])} go on without this host: {message['why']}")
+            self._isolate(
+                f"{names_of(message['hosts'])} continue without this host: {message['why']}"
+            )
         elif kind == "stop" and message["number"] == self.number:
             self.end_view(message["why"])
         elif kind in ("ready", "propose") and self._concerns(sender, message):
@@ -221,7 +223,7 @@ class ViewChange:
     def _learn(self, number: int, hosts: list[str]) -> None:
         """Record that some host has entered a membership view, which invalidates earlier proposals."""
         if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
-            self._isolate(f"{names_of(hosts)} go on without this host")
+            self._isolate(f"{names_of(hosts)} continue without this host")
         elif number > self.number:
             self.number = number
             self.hosts = hosts
@@ -303,11 +305,12 @@ class ViewChange:
             if not have_the_votes(kept, hosts, self.lost):
                 silent = [host for host in hosts if host not in kept]
                 self._isolate(
-                    f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})"
+                    f"{names_of(silent)} cannot be reached and may continue, but the reachable hosts are too few "
+                    f"({names_of(kept)})"
                 )
                 return
         if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
-            self._isolate("no host is left that has the state of the run")
+            self._isolate("no remaining host has the state of the run")
             return
         # A host in the lobby joins with the next proposal, and not in the middle of one.
         joining = [
@@ -390,7 +393,7 @@ class ViewChange:
             kind="excluded",
             number=number,
             hosts=others,
-            why="they did not hear it, or not in time",
+            why="they did not receive its messages in time",
         )
 
     def _isolate(self, why: str) -> None:

@@ -36,17 +36,16 @@ def has_kernels(device_type: str) -> bool:
         # Triton may be missing, or the compiler, the linker, the driver or Triton itself may fail.
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            reason = (
-                "(=True) on CUDA needs kernels that triton builds, and building the first one failed "
-                f"({text:.300})"
-            )
+            reason = f"(=True) on CUDA needs kernels that triton builds, but the first build failed ({text:.300})"
             _warn(reason, TRITON_CURE)
             return False
     if device_type == "cpu":
         try:
             build.library()
         except CannotBuildError as error:
-            reason = f"(=True) on a CPU needs a C++ compiler that can build its passes, and {error}"
+            reason = (
+                f"(=True) on a CPU needs a C++ compiler that can build its kernels, but {error}"
+            )
             cure = "Install one (`apt install g++`), or set the environment variable CXX to it"
             _warn(reason, cure)
             return False
@@ -55,8 +54,8 @@ def has_kernels(device_type: str) -> bool:
 
 def _warn(reason: str, cure: str) -> None:
     warnings.warn(
-        f"`fused` {reason}. Lists of tensors are used instead, with more passes over memory and different rounding, so "
-        f"all ranks should do the same. {cure}, or set fused=False.",
+        f"`fused` {reason}. Lists of tensors are processed instead, which takes more passes over memory and rounds "
+        f"differently, so all ranks should use the same implementation. {cure}, or set fused=False.",
         RuntimeWarning,
         stacklevel=3,
     )

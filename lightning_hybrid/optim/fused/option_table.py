@@ -91,9 +91,9 @@ class OptionTables:
         """Copy the option values of all tables to the device."""
         if is_capturing():
             raise RuntimeError(
-                "`lr` or another option of `param_groups` must not change inside a CUDA graph capture, because replays "
-                "would read host memory that no longer exists. Run a step with these options before the capture, and "
-                "use a tensor for an `lr` that changes between replays."
+                "`lr` or another option of `param_groups` must not change inside a CUDA graph capture, because "
+                "replays would read host memory that no longer exists. Run a step with these options before the "
+                "capture. Use a tensor for an `lr` that changes between replays."
             )
         on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
         for slot, columns_of_groups in zip(self._slots, columns, strict=True):

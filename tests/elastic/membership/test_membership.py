@@ -355,7 +355,7 @@ def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
         assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
         with pytest.raises(
             IsolatedError,
-            match=r"host a cannot be heard and may go on; here are too few \(host b\)",
+            match=r"host a cannot be reached and may continue, but the reachable hosts are too few \(host b\)",
         ):
             b.next_view(0, timeout_s=20)
 
@@ -421,7 +421,8 @@ def test_after_a_cut_the_host_of_the_first_address_continues_and_the_other_is_is
     wait_until(lambda: {host for host, _ in hosts.changes} == {"a", "b"})
     assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
     with pytest.raises(
-        IsolatedError, match=r"host a cannot be heard and may go on; here are too few \(host b\)"
+        IsolatedError,
+        match=r"host a cannot be reached and may continue, but the reachable hosts are too few \(host b\)",
     ):
         b.next_view(0, timeout_s=20)
 

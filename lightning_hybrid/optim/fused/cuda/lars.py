@@ -201,9 +201,9 @@ class KernelLars(Engine):
             return
         if is_capturing():
             raise RuntimeError(
-                "inside a CUDA graph capture, the fused step needs gradients at the same addresses as in the step "
-                "before, because the copy of their addresses cannot be captured. Keep gradients with "
-                "zero_grad(set_to_none=False) and run one step before the capture, or set fused=False."
+                "Inside a CUDA graph capture, the fused step needs gradients at the same addresses as in the previous "
+                "step, because copying the addresses cannot be captured. Use zero_grad(set_to_none=False) and run one "
+                "step before the capture, or set fused=False."
             )
         to_device_(self._grad_pointers, torch.tensor(addresses))
         self._grad_addresses = addresses
