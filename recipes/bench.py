@@ -1,4 +1,4 @@
-"""Benchmarks of single all-reduces, of reducing all gradients of a network, and of training steps.
+"""Benchmarks of all-reduces, of all gradients of a network, and of training steps.
 
 Run `python recipes/bench.py devices=4`, or use torchrun.
 """

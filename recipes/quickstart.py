@@ -1,4 +1,4 @@
-"""Quick start in which two processes train, one is killed, and the run resumes bit for bit.
+"""Quick start: two processes train, one is killed, and the run resumes bit for bit.
 
 Run `python quickstart.py`.
 """

@@ -151,13 +151,13 @@ class CutModel:
 
 _NOTES = {
     r"\bmeta\b.*(tensor|device)|(tensor|device).*\bmeta\b": (
-        "This rank holds {stages} of a pipeline alone; while it runs, parameters of other stages are on the meta "
-        "device. Call the network in `training_step`, validation, test or prediction, on all ranks, or after the run; "
-        "whole weights are in the file that `trainer.save_checkpoint(path)` writes."
+        "This rank has only {stages} of the pipeline, and parameters of other stages are on the meta device during a "
+        "run. Call the network on all ranks in `training_step`, validation, test or prediction, or call it after the "
+        "run. To get the full weights, call `trainer.save_checkpoint(path)`."
     ),
     r"not have been used in the graph|does not require grad": (
-        "In a pipeline the network's input is not connected to its output in `training_step`: each stage has a graph "
-        "of its own. A gradient penalty cannot be trained; take strategy='hybrid_allreduce'."
+        "In a pipeline, the network's input is not connected to its output in `training_step`, because each stage has "
+        "its own autograd graph. To train with a gradient penalty, use strategy='hybrid_allreduce'."
     ),
 }
 
@@ -196,9 +196,9 @@ def example_hidden(module: Any) -> Iterator[None]:
         module.example_input_array = None
     except AttributeError:
         raise ValueError(
-            f"`example_input_array` (a property of {type(module).__name__}) must have a setter, because a "
-            "pipeline hides it during a run so that Lightning's summary does not run the whole network "
-            "on one rank. Assign it in `__init__`."
+            f"`example_input_array` (a property of {type(module).__name__}) must have a setter, because a pipeline "
+            "hides it during a run to prevent Lightning's model summary from running the whole network on one rank. "
+            "Assign it in `__init__`."
         ) from None
     try:
         yield

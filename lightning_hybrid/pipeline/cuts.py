@@ -168,7 +168,7 @@ def balanced_cuts(
     [1, 3]
     """
     num_blocks = len(seconds)
-    require_whole("num_stages", num_stages, "stages are counted. Write num_stages=2")
+    require_whole("num_stages", num_stages, "it is a number of stages. Set num_stages=2")
     if activation_bytes is None:
         activation_bytes = [0.0] * num_blocks
     if num_alive is None:
@@ -192,8 +192,8 @@ def balanced_cuts(
     if slowest == math.inf:
         least_bytes, _ = _best_cuts(num_blocks, num_stages, costs.held_bytes, max)
         raise ValueError(
-            f"`most_bytes` (={most_bytes:g}) must be {least_bytes:g} or more: the cuts into {num_stages} "
-            "stages that balance memory best have a stage of that size. Raise `num_stages`, or set "
+            f"`most_bytes` (={most_bytes:g}) must be {least_bytes:g} or more, because even the most balanced split "
+            f"into {num_stages} stages has a stage of that size. Increase `num_stages`, or set "
             "checkpoint_activations=True."
         )
 
@@ -248,14 +248,15 @@ def _cumulative(values: Sequence[float]) -> list[float]:
 def _check_length(name: str, values: Sequence[float], length: int, items: str) -> None:
     if len(values) != length:
         raise ValueError(
-            f"`{name}` (={len(values)} numbers) must have one number for each of the {length} {items}."
+            f"`{name}` (={len(values)} numbers) must have one number for each of the {length} {items}. Add or remove "
+            "numbers."
         )
 
 
 def _check_finite(name: str, values: Sequence[float]) -> None:
     if not all(0 <= value < math.inf for value in values):
         raise ValueError(
-            f"`{name}` (={list(values)!r:.80}) must hold finite numbers of at least 0."
+            f"`{name}` (={list(values)!r:.80}) must contain only finite numbers that are 0 or more."
         )
 
 

@@ -94,10 +94,9 @@ class Stages:
         for rank, description in zip(self.ranks.peers, self.gather(describe()), strict=True):
             descriptions.append(f"rank {rank}: {description}")
         raise ValueError(
-            f"{subject} must be the same on all ranks of a pipeline ({'; '.join(descriptions)}), because "
-            "the first stage uses the images and the last stage the labels. Use a sampler that Lightning "
-            "may replace, or pass `trainer.strategy.distributed_sampler_kwargs` to your sampler or "
-            "`IterableDataset`."
+            f"{subject} must be the same on all ranks of a pipeline ({'; '.join(descriptions)}), because the first "
+            "stage reads the images and the last stage reads the labels. Use a sampler that Lightning may replace, or "
+            "pass `trainer.strategy.distributed_sampler_kwargs` to your sampler or `IterableDataset`."
         )
 
     def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
@@ -184,7 +183,7 @@ class Stages:
         outputs = output_of(self.bodies[stage].blocks, inputs, self.device)
         is_last = stage + 1 == self.ranks.num_stages
         if is_last and len(outputs) != 1:
-            return f"the last block must return one tensor (returned {len(outputs)})"
+            return f"the last block must return one tensor, but returned {len(outputs)}"
         return outputs
 
     # ---- forward -------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def loss_of_whole(
 
     if is_close(loss, repeated_loss, eps):
         return math.nan
-    return f"it is {loss:g} and {repeated_loss:g} for the same micro-batch"
+    return f"it is {loss:g} and then {repeated_loss:g} for the same micro-batch"
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -86,10 +86,10 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
     """
     if math.isnan(whole_loss):
         raise ValueError(
-            "The loss of `training_step` must not depend on what it changes in the module (attributes, "
-            "buffers, a generator), because the first and the last stage run it for each micro-batch and "
-            "every rank for the whole batch. Change these in `on_train_batch_end`, and draw random "
-            "numbers from the default generators."
+            "The loss of `training_step` must not depend on module state that it changes (attributes, buffers, "
+            "generators), because the first and the last stage run it for each micro-batch, and every rank runs it "
+            "for the whole batch. Change this state in `on_train_batch_end`, and draw random numbers from the default "
+            "generators."
         )
     if is_close(whole_loss, stage_loss, eps):
         return
@@ -100,11 +100,11 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
             hooked.append(name)
     hooked_names = ", ".join(hooked[:4]) or "none"
     raise ValueError(
-        f"The loss of the first micro-batch in stages (={stage_loss:g}) must equal that of "
-        f"`training_step` with the whole network (={whole_loss:g}). Likely causes: `forward` computes "
-        "something outside its blocks, so make it a block; a block or a forward hook (there are some "
-        f"on {hooked_names}) keeps a tensor for the loss, so return it from the last block; or ranks "
-        "augment images differently, so seed the augmentation by the index of the sample."
+        f"The loss of the first micro-batch in stages (={stage_loss:g}) must equal the loss of `training_step` with "
+        f"the whole network (={whole_loss:g}). If `forward` computes something outside its blocks, move it into a "
+        f"block. If a block or a forward hook (some are on {hooked_names}) stores a tensor for the loss, return the "
+        "tensor from the last block. If ranks augment images differently, seed the augmentation by the index of the "
+        "sample."
     )
 
 

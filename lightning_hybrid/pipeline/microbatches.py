@@ -52,8 +52,7 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     except _InputFound as call:
         return call.tensors
     raise ValueError(
-        "`training_step` must call the network that `of` names, but it returned without a call. Set "
-        "`of` to the network that it calls."
+        "`training_step` must call the network that `of` names, but it did not. Set `of` to the network that it calls."
     )
 
 
@@ -71,9 +70,9 @@ def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
         arguments = [type(value).__name__ for value in tensors]
         arguments += kwargs
         raise ValueError(
-            "The network that `of` names must be called with positional tensors only (was called with: "
-            f"{', '.join(arguments)}), because they go to its first block. Pass tensors by position, and "
-            "set anything else as attributes of the network."
+            "The network that `of` names must be called with positional tensors only, because they are passed to its "
+            f"first block, but it was called with: {', '.join(arguments)}. Pass tensors by position, and store other "
+            "values as attributes of the network."
         )
     return tuple(tensors)
 
@@ -92,9 +91,8 @@ def loss_in(output: Any) -> Tensor:
         loss = output.get("loss")
     if not isinstance(loss, Tensor):
         raise ValueError(
-            f"`training_step` (returned {type(output).__name__}) must return a loss for every micro-batch "
-            "in a pipeline, because one stage alone cannot skip a batch. Filter such batches in the "
-            "loader."
+            f"`training_step` returned {type(output).__name__}, but must return a loss for every micro-batch in a "
+            "pipeline, because a single stage cannot skip a batch. Filter such batches in the loader."
         )
     return loss
 
@@ -116,9 +114,9 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     size = count_rows(batch)
     if size % num:
         raise ValueError(
-            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank, "
-            "because micro-batches have equal sizes. Change one of them, or set `drop_last=True` in the "
-            "loader if only the last batch is smaller."
+            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank, because "
+            "micro-batches have equal sizes. Change one of the two values, or set `drop_last=True` in the loader if "
+            "only the last batch is smaller."
         )
     if size == 0:
         return [batch] * num
@@ -296,7 +294,6 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _refuse_gather(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        "`all_gather` cannot be called in `training_step` in a pipeline, because only the ranks of "
-        "the last stage compute the loss and the others would not take part. Call it in a hook such "
-        "as `on_train_epoch_end`."
+        "`all_gather` cannot be called in `training_step` in a pipeline, because only the ranks of the last stage "
+        "compute the loss, so other ranks would not participate. Call it in a hook such as `on_train_epoch_end`."
     )

@@ -22,10 +22,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 
 _ASYNCHRONOUS = (
-    "PipeDream's own form updates weights between the forward and the backward of a batch and keeps one copy of them "
-    "per batch in flight (weight stashing), so it trains another function than the one you tune (arXiv:1806.03377). "
-    'schedule="1f1b" has its order and its memory, with a flush per step. lightning_hybrid/pipeline/README.md, '
-    '"Refused", has more.'
+    "PipeDream updates weights between the forward and the backward of a batch and keeps one copy of the weights per "
+    "batch in flight (weight stashing), so it does not compute the gradients of synchronous training "
+    '(arXiv:1806.03377). schedule="1f1b" has the same order and memory, with a flush per step. For details, see '
+    'lightning_hybrid/pipeline/README.md, "Refused".'
 )
 
 
@@ -39,11 +39,14 @@ def check_options(
 
     >>> check_options(num_stages=4, num_microbatches=2, schedule="1f1b", cuts=None)
     Traceback (most recent call last):
-    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4), because some stages would always wait \
-otherwise. Set num_microbatches=16: with four micro-batches per stage, ranks wait for 16 % of a step.
+    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4), because some stages would always be idle \
+otherwise. Set num_microbatches=16, with which ranks are idle for 16 % of a step.
     """
     _check_schedule(schedule)
-    why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Write num_stages=2"
+    why = (
+        "a pipeline with one stage is plain data parallelism, which strategy='hybrid_allreduce' provides. Set "
+        "num_stages=2"
+    )
     require_whole("num_stages", num_stages, why, least=2)
     _check_num_microbatches(num_microbatches, num_stages, schedule)
     if not isinstance(of, str):
@@ -73,30 +76,32 @@ def _check_schedule(schedule: str) -> None:
 
 def _check_num_microbatches(num_microbatches: int, num_stages: int, schedule: str) -> None:
     require_whole(
-        "num_microbatches", num_microbatches, "they are counted. Write num_microbatches=8"
+        "num_microbatches",
+        num_microbatches,
+        "it is a number of micro-batches. Set num_microbatches=8",
     )
     if num_microbatches < num_stages:
         advised = 4 * num_stages
         waiting = (num_stages - 1) / (advised + num_stages - 1)
         raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}), "
-            f"because some stages would always wait otherwise. Set num_microbatches={advised}: with four "
-            f"micro-batches per stage, ranks wait for {100 * waiting:.0f} % of a step."
+            f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}), because some "
+            f"stages would always be idle otherwise. Set num_microbatches={advised}, with which ranks are idle for "
+            f"{100 * waiting:.0f} % of a step."
         )
     num_rounds = max(1, num_microbatches // num_stages)
     if STAGES_PER_RANK[schedule] > 1 and num_microbatches % num_rounds:
         raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds "
-            f"(=num_microbatches // num_stages = {num_rounds}) in an interleaved schedule, because rounds "
-            f"have equal sizes. Set num_microbatches={num_stages * num_rounds}."
+            f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds (num_microbatches "
+            f"// num_stages = {num_rounds}) in an interleaved schedule, because all rounds have the same number of "
+            f"micro-batches. Set num_microbatches={num_stages * num_rounds}."
         )
 
 
 def _check_profile(profile: BlockProfile, schedule: str) -> None:
     if STAGES_PER_RANK[schedule] > 1 and profile.most_bytes != math.inf:
         raise ValueError(
-            f"`cuts.most_bytes` (={profile.most_bytes:g}) must be left out with schedule={schedule!r}, "
-            'because it limits one stage and a rank has two there. Set schedule="1f1b", or leave it out.'
+            f"`cuts.most_bytes` (={profile.most_bytes:g}) must be left out with schedule={schedule!r}, because it "
+            'limits one stage, but each rank has two stages in this schedule. Set schedule="1f1b", or leave it out.'
         )
 
 
@@ -108,9 +113,8 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
     is_ascending = are_places and list(cuts) == sorted(set(cuts))
     if not is_ascending or len(cuts) != total - 1:
         raise ValueError(
-            f"`cuts` (={cuts!r}) must be {total - 1} ascending block indices, one for the first block of "
-            f"each stage except the first ({num_stages} ranks hold {total} stages). Leave `cuts` out to "
-            "balance the stages."
+            f"`cuts` (={cuts!r}) must be {total - 1} ascending block indices, one for the first block of each stage "
+            f"except the first ({num_stages} ranks have {total} stages). Leave `cuts` out to balance the stages."
         )
 
 
@@ -131,15 +135,15 @@ def check_ranks(
     """
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
-            f"`schedule` (={schedule!r}) needs a single pipeline (here {num_stages} of {world_size} "
-            "ranks) without `checkpoint_activations`, because torch adds the gradients of weights to "
-            "`.grad` itself, where DistributedDataParallel does not see them. Set schedule='interleaved'."
+            f"`schedule` (={schedule!r}) requires a single pipeline (here {num_stages} of {world_size} ranks) without "
+            "`checkpoint_activations`, because torch adds the gradients of weights to `.grad` directly, where "
+            "DistributedDataParallel does not see them. Set schedule='interleaved'."
         )
     if world_size % num_stages:
         raise ValueError(
-            f"`num_stages` (={num_stages}) must divide the number of ranks (={world_size}), because each "
-            f"pipeline has one rank per stage and {world_size % num_stages} would be left over. Launch a "
-            f"multiple of {num_stages} ranks, or change `num_stages`."
+            f"`num_stages` (={num_stages}) must divide the number of ranks (={world_size}), because each pipeline "
+            f"needs one rank per stage, but {world_size % num_stages} ranks would be left over. Launch a multiple of "
+            f"{num_stages} ranks, or change `num_stages`."
         )
 
 
@@ -205,8 +209,9 @@ def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:
     difference = differing(settings_by_rank)
     if difference:
         raise ValueError(
-            f"The plan of a pipeline must be the same on all ranks: {difference}. Stages would send what others do "
-            "not expect. Give every rank the same `strategy` options and the same network."
+            f"The plan of a pipeline must be the same on all ranks: {difference}. Otherwise stages would send "
+            "messages that other stages do not expect. Use the same `strategy` options and the same network on every "
+            "rank."
         )
 
 
@@ -229,9 +234,9 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
         blocks = list(net)
     else:
         raise ValueError(
-            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns "
-            f"its modules in order, each of which takes what the one before returns. {type(net).__name__} "
-            "is neither, so add the method."
+            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns its modules "
+            f"in order, where each module takes the output of the previous one. {type(net).__name__} has neither. Add "
+            "the method."
         )
 
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -239,8 +244,8 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     if outside:
         names = ", ".join(f"`{name}`" for name in outside[:3])
         raise ValueError(
-            f"Parameters {names} ({len(outside)} in all) must be in a block of `of` (={of!r}), because "
-            "parameters outside the network belong to no stage. Make them part of the network."
+            f"Parameters {names} ({len(outside)} in all) must be in a block of `of` (={of!r}), because parameters "
+            "outside the network belong to no stage. Move them into the network."
         )
     return blocks
 
@@ -254,14 +259,13 @@ def _network_of(module: nn.Module, of: str) -> Any:
             if list(child.parameters()):
                 names.append(name)
         raise ValueError(
-            f"`of` (={of!r}) must name the network that is cut into stages, but {type(module).__name__} "
-            "has no such attribute. Set `of` to one of its modules with parameters: "
-            f"{', '.join(names) or 'none'}."
+            f"`of` (={of!r}) must name the network to split into stages, but {type(module).__name__} has no such "
+            f"attribute. Set `of` to one of its modules with parameters: {', '.join(names) or 'none'}."
         ) from None
     if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
         raise ValueError(
-            f"`of` (={of!r}) must not be compiled as a whole, because its stages run one by one. Compile "
-            "its blocks, or leave torch.compile out."
+            f"`of` (={of!r}) must not be compiled as a whole, because its stages run separately. Compile its blocks, "
+            "or leave torch.compile out."
         )
     return net
 

@@ -99,9 +99,9 @@ def check_shapes(boundaries: Sequence[Boundary], value: object, subject: str) ->
             actual.append(type(argument))
     if actual != agreed:
         raise RuntimeError(
-            f"Shapes and dtypes of {subject} (={actual}) must be those of the fake tensors that ran "
-            f"before (={agreed}), because the next rank would misread the message. The shapes that a "
-            "block returns must not depend on values."
+            f"The shapes and dtypes of {subject} (={actual}) must equal those of the fake tensors in the dry run "
+            f"(={agreed}), because the next rank would misread the message otherwise. Return outputs whose shapes do "
+            "not depend on tensor values."
         )
 
 
@@ -183,17 +183,18 @@ def _fake_output(
         outputs = as_arguments(functional_call(block, fake_state, arguments))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"The output of block {type(block).__name__} must have a shape that does not depend on "
-            "values, because stages agree on shapes before they compute. Move the computation that "
-            "depends on values out of the network."
+            f"The output of block {type(block).__name__} must have a shape that does not depend on tensor values, "
+            "because stages agree on shapes before they compute. Move computations with value-dependent shapes out of "
+            "the network."
         ) from error
 
     are_tensors = all(isinstance(output, Tensor) for output in outputs)
     if not are_tensors or not any(torch.is_floating_point(output) for output in outputs):
         kinds = ", ".join(type(output).__name__ for output in outputs)
         raise ValueError(
-            f"Block {type(block).__name__} (returned {kinds}) must return a floating-point tensor or a tuple "
-            "of tensors with one, the arguments of the next block. Keep other values as attributes of blocks."
+            f"Block {type(block).__name__} returned {kinds}, but must return a floating-point tensor, or a tuple of "
+            "tensors of which at least one is floating-point. They become the arguments of the next block. Store "
+            "other values as attributes."
         )
     return outputs
 

@@ -263,8 +263,8 @@ class TrainingStep:
             num_calls += 1
             if num_calls > 1:
                 raise ValueError(
-                    "`training_step` must call the network that `of` names exactly once, because each "
-                    "micro-batch goes through the stages once. Concatenate the inputs of both calls into one."
+                    "`training_step` must call the network that `of` names exactly once, because each micro-batch "
+                    "passes through the stages once. Concatenate the inputs of all calls into one."
                 )
             return output
 
@@ -284,7 +284,7 @@ class TrainingStep:
         it.
         """
         if not self._fits_on_one_rank:
-            return "there is no memory for the whole network on one rank"
+            return "one rank does not have enough memory for the whole network"
 
         stages = self._stages
         with stages.whole_layers():
@@ -351,9 +351,9 @@ class TrainingStep:
                 differing.append(f"{name} (= {', '.join(values)})")
         if differing:
             rank_zero_warn(
-                f"Logged values differ among the stages of a pipeline: {'; '.join(differing)}. Outside of "
-                "`training_step`, a hook sees only the gradients and weights of its own stages, and loggers "
-                "write the values of rank zero. A norm computed there is not the network's norm."
+                f"Logged values differ between the stages of a pipeline: {'; '.join(differing)}. Outside of "
+                "`training_step`, a hook sees only the gradients and weights of its rank's stages, but loggers write "
+                "the values of rank zero. A norm that is computed in a hook is not the norm of the whole network."
             )
 
     @contextmanager
@@ -384,18 +384,18 @@ class TrainingStep:
             if not self._has_warned and is_compared and has_drawn():
                 self._has_warned = True
                 rank_zero_warn(
-                    "`training_step` draws random numbers. In a pipeline, the values that it logs come from the "
-                    "trained outputs and from another draw for the whole batch. Gradients are right. Draw in the "
-                    "loader, or log in validation."
+                    "`training_step` draws random numbers. In a pipeline, the values that it logs use other random "
+                    "numbers than training, but the gradients are correct. Draw random numbers in the loader, or log "
+                    "in validation."
                 )
 
     def _check_rows(self, net_input: Tensor) -> None:
         if net_input.dim() == 0 or net_input.shape[0] != self._num_rows:
             raise ValueError(
-                f"The network's input for a whole batch (of shape {tuple(net_input.shape)}) must have the "
-                f"rows of its micro-batches (= {self._num_rows}), because logged values would cover other "
-                "rows than were trained otherwise. Derive the rows that `training_step` passes to the "
-                "network from the rows of the batch."
+                f"The network's input for a whole batch (of shape {tuple(net_input.shape)}) must have as many rows as "
+                f"all of its micro-batches (= {self._num_rows}), because logged values would cover other rows than "
+                "training otherwise. Compute the rows that `training_step` passes to the network from the rows of the "
+                "batch."
             )
 
     def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
@@ -416,8 +416,7 @@ class TrainingStep:
         if changed:
             raise ValueError(
                 f"Buffers outside of the network (`{'`, `'.join(changed[:3])}`) must not be changed in "
-                "`training_step` in a pipeline, because the first and the last stage run it for each "
-                "micro-batch and every rank for the whole batch, so the buffers would diverge. Change them "
-                "in `on_train_batch_end` from what `training_step` returns, which is the same on all ranks "
-                "there."
+                "`training_step` in a pipeline, because the number of calls of `training_step` differs between ranks, "
+                "so the buffers would diverge. Change them in `on_train_batch_end` based on the output of "
+                "`training_step`, which is the same on all ranks there."
             )

@@ -39,10 +39,10 @@ def clip_as_user(
         hook(optimizer, *args, **kwargs)
     if versions != _gradient_versions(optimizer):
         raise RuntimeError(
-            "`configure_gradient_clipping` changed gradients without `self.clip_gradients`. A rank has "
-            "only the gradients of its own stages, so their norm is not the network's norm. Call "
-            "`self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm=...)`, which "
-            "clips by the norm over all stages."
+            "`configure_gradient_clipping` must clip with `self.clip_gradients`, because each rank has only the "
+            "gradients of its own stages, whose norm is not the norm of the whole network. Call "
+            "`self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm=...)`, which clips by the "
+            "norm over all stages."
         )
 
 

@@ -19,9 +19,9 @@ EntryPath = tuple[Any, ...]
 """Keys and indices that lead to an entry of a checkpoint."""
 
 _NOT_WHOLE = (
-    "`state_dict()`, or `torch.save` of a module, has this rank's stages alone while a pipeline runs. Call "
-    "`trainer.save_checkpoint(path)` on every rank, whose `state_dict` entry is whole; or save after the run, when the "
-    "module is whole on every rank."
+    "`state_dict()` and `torch.save` of a module cannot be used while a pipeline runs, because each rank has only its "
+    "own stages. Call `trainer.save_checkpoint(path)` on every rank, which saves the full `state_dict`, or save after "
+    "the run, when every rank has the full module."
 )
 
 

@@ -143,7 +143,7 @@ def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
     assert fit.training_step(lambda batch: batch, 3) == 3
     with pytest.raises(
         RuntimeError,
-        match=r"`training_step` \(returned None\) must return a loss in an elastic run",
+        match=r"`training_step` returned None, but must return a loss in an elastic run",
     ):
         fit.training_step(lambda batch: None, 3)
 

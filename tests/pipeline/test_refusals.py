@@ -34,7 +34,7 @@ from tests.scenes import at, fit, play
     [
         ({"schedule": "pipedream"}, "weight stashing"),
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved, zero_bubble"),
-        ({"num_stages": 1}, "one stage is no pipeline"),
+        ({"num_stages": 1}, "a pipeline with one stage is plain data parallelism"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
         ({"cuts": [3, 3]}, "must be 1 ascending block indices"),
         (
@@ -95,7 +95,7 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
         ),
         (
             lambda: check_ranks(num_stages=2, world_size=4, schedule="zero_bubble"),
-            "needs a single pipeline",
+            "requires a single pipeline",
         ),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
         (
@@ -143,7 +143,7 @@ def test_blocks_with_other_things_than_tensors_or_shapes_by_value_are_refused():
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match="must return a floating-point tensor or a tuple"):
         output_of([Named()], inputs, cpu)
-    with pytest.raises(ValueError, match="must have a shape that does not depend on values"):
+    with pytest.raises(ValueError, match="must have a shape that does not depend on tensor values"):
         output_of([ByValue()], inputs, cpu)
 
 
@@ -307,7 +307,10 @@ TWO_MICROBATCHES = {"batch_size": 16, "num_microbatches": 2, "max_epochs": 1}
 
 def test_a_loss_over_other_rows_than_those_of_the_micro_batches_is_refused(two_ranks):
     for seen in fit(two_ranks, SkipsRows, raises=True, **in_stages(**TWO_MICROBATCHES)):
-        assert "(of shape (17, 12)) must have the rows of its micro-batches (= 18)" in seen.error
+        assert (
+            "(of shape (17, 12)) must have as many rows as all of its micro-batches (= 18)"
+            in seen.error
+        )
 
 
 @pytest.mark.parametrize(("module", "num_warnings"), [(Mixes, 1), (toy.Toy, 0)])

@@ -203,11 +203,11 @@ class WithTargets(Mlp):
 
 
 REFUSED = {
-    KeepsFeatures: "must equal that of `training_step` with the whole network",
-    Glue: "`forward` computes something outside its blocks, so make it a block",
+    KeepsFeatures: "must equal the loss of `training_step` with the whole network",
+    Glue: "If `forward` computes something outside its blocks, move it into a block",
     Centred: "Buffers outside of the network (`centre`) must not be changed in `training_step`",
-    MovesAttribute: "must not depend on what it changes in the module",
-    Clips: "changed gradients without `self.clip_gradients`",
+    MovesAttribute: "must not depend on module state that it changes",
+    Clips: "must clip with `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",
     Saves: "Call `trainer.save_checkpoint(path)` on every rank",
     CallsLayers: "parameters of other stages are on the meta device",
@@ -269,4 +269,4 @@ def test_a_loss_that_cannot_be_compared_is_logged_in_one_line_and_the_run_contin
     for rank, (line, error) in enumerate(two_ranks.run(lines_of_fits)):
         assert error == "", f"rank {rank}"
         assert "was not compared" in line, f"rank {rank}"
-        assert "there is no memory for the whole network" in line, f"rank {rank}"
+        assert "does not have enough memory for the whole network" in line, f"rank {rank}"

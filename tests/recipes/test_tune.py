@@ -125,7 +125,7 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tuned, tmp_path):
     assert samples == tuned.samples
     assert world == tuned.world
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) must be the summary.json"):
+    with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) must be a summary.json"):
         read_measurements(str(tmp_path / "other.json"))
 
 
@@ -136,7 +136,7 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     assert "num_nodes: 1 #" in result.description()
     assert result.about == "1 node x 4 ranks, CPU, Gloo, measured, one node only"
     assert (
-        "links between nodes were not measured, because there was one node. Measure on several"
+        "links between nodes were not measured, because the job had only one node. Measure on several"
         in (result.markdown())
     )
 

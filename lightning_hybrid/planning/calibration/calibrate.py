@@ -106,8 +106,8 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     adds = _add_rates(samples)
     if not measured or not adds or not any(fits.values()):
         raise ValueError(
-            f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
-            "fitted to what came about. Give it more: measure.limit_s=<seconds>."
+            f"`limit_s` (={samples.took_s:.3g}) is too short to measure messages and all-reduces of several sizes, "
+            "which the fit needs. Set measure.limit_s=<seconds> to a larger value."
         )
     # A core that receives and adds is not faster than one that only receives or only adds.
     core_bytes_per_s = min(
@@ -283,28 +283,29 @@ def _notes(found: Calibration) -> list[str]:
         if fit is not None and not fit.is_line:
             size, error = fit.worst
             notes.append(
-                f"the link {name} is no straight line: a message of {size} bytes takes {1 + error:.2f} times what "
-                "latency and rate say. Other traffic, a busy host, or a protocol that changes with size; measure "
-                "again on quiet nodes, and trust sizes near this one less."
+                f"the message time {name} is not linear in the size: a message of {size} bytes takes {1 + error:.2f} "
+                "times the time that latency and bandwidth predict. Possible causes are other traffic, a busy host, "
+                "or a protocol that changes with the size. Measure again on idle nodes, and trust predictions near "
+                "this size less."
             )
     if found.across is None:
         notes.append(
-            "links between nodes were not measured, because there was one node. Measure on several nodes before you "
-            "plan for them."
+            "links between nodes were not measured, because the job had only one node. Measure on several nodes "
+            "before you plan for them."
         )
     flows = found.flow_bytes_per_s
     if found.across is not None and _gain(flows, found.across) > 1:
         num, rate = max(flows.items(), key=lambda pair: pair[1])
         notes.append(
-            f"one flow does not fill a node's link: {found.across.bytes_per_s:.3g} bytes/s, {num} side by side "
-            f"{rate:.3g}. The rate that is described is that of all."
+            f"one flow does not saturate a node's link: it reaches {found.across.bytes_per_s:.3g} bytes/s, but {num} "
+            f"parallel flows reach {rate:.3g}. The description contains the total bandwidth of all flows."
         )
     if found.typical_error > WELL_FITTED:
         worst = found.worst
         notes.append(
-            f"sums are predicted badly: {found.typical_error:.0%} off at the median, {worst.algorithm} of "
-            f"{worst.num_bytes} bytes {worst.ratio:.2f} of the measured time. The plan is a guess: compare plans by "
-            "`lightning-hybrid bench`."
+            f"all-reduce times are predicted poorly: the median error is {found.typical_error:.0%}, and the "
+            f"prediction for {worst.algorithm} of {worst.num_bytes} bytes is {worst.ratio:.2f} of the measured time. "
+            "The plan is unreliable. Compare plans with `lightning-hybrid bench`."
         )
     return notes
 

@@ -36,7 +36,7 @@ every rank with the same command.
         for name, value in values.items():
             if value != answers[0][name]:
                 raise ValueError(
-                    f"`measure.{name}` (={value!r} on rank {rank}) must be the same on all ranks: it is "
+                    f"`measure.{name}` (={value!r} on rank {rank}) must be the same on all ranks, but it is "
                     f"{answers[0][name]!r} on rank 0. Start every rank with the same command."
                 )
 
@@ -60,7 +60,8 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`samples` (={path}) must be the summary.json that `tune` wrote: {error!r}. Leave it out to measure."
+            f"`samples` (={path}) must be a summary.json that `lightning-hybrid tune` has written: {error!r}. Leave "
+            "it out to measure again."
         ) from error
 
 
@@ -77,8 +78,8 @@ def read_nccl_log(path: str) -> dict[str, Any]:
     channels = re.findall(r"NCCL INFO Pattern 4, .*?nChannels ([1-9]\d*)", text)
     if not channels:
         raise ValueError(
-            f"`nccl_log` (={path}) must be a log of NCCL with its graph: channels are read from it. Run any job with "
-            "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH, or leave it out."
+            f"`nccl_log` (={path}) must be an NCCL log with the graph, because the number of channels is read from "
+            "it. Run any job with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH to create such a log, or leave it out."
         )
     version = re.search(r"NCCL version (\d+\.\d+\.\d+)", text)
     return {

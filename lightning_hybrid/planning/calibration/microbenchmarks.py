@@ -120,7 +120,7 @@ class Measurement:
 
     def __post_init__(self) -> None:
         require_positive(
-            "limit_s", self.limit_s, "it is the time that measuring may take, in seconds"
+            "limit_s", self.limit_s, "it is the time limit of the measurement in seconds"
         )
         require_number(
             "timeout_s",
@@ -131,19 +131,22 @@ class Measurement:
         require_number(
             "min_sample_s",
             self.min_sample_s,
-            "it is the least time of a sample, in seconds",
+            "it is the minimum duration of a sample in seconds",
             above=True,
         )
         require_whole(
             "num_rounds",
             self.num_rounds,
-            "samples of each case are counted; intervals need",
+            "it is the number of samples of each case, and intervals need several",
             least=3,
         )
-        require_whole("max_bytes", self.max_bytes, "a line needs several sizes", least=16 * KIB)
+        require_whole(
+            "max_bytes", self.max_bytes, "fitting a line needs several sizes", least=16 * KIB
+        )
         if self.dtype not in ("float16", "bfloat16", "float32"):
             raise ValueError(
-                f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32: sums are timed in it."
+                f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32, because all-reduces are timed in "
+                "it. Set one of these."
             )
         for name in self.algorithms:
             CommPlan(algorithm=name)  # raises if the algorithm is unknown
@@ -227,14 +230,15 @@ def validate(topology: Topology) -> None:
     """Raise if the topology has a single rank, or nodes with different numbers of ranks."""
     if topology.world_size == 1:
         raise ValueError(
-            "`world_size` (=1) must be 2 or more: links are between ranks, and one has none. Start more of them: "
-            "world.devices=<ranks of a node>, or torchrun on several nodes."
+            "`world_size` (=1) must be 2 or more, because links between ranks are measured. Set world.devices=<ranks "
+            "of a node>, or start torchrun on several nodes."
         )
     if topology.ranks_per_node is None:
         sizes = ", ".join(str(len(node)) for node in topology.nodes)
         raise ValueError(
-            f"`nodes` (of {sizes} ranks) must be of equal size: one node is described for all. Start as many ranks on "
-            "each: `--nproc-per-node` of torchrun, `--ntasks-per-node` of SLURM."
+            f"`nodes` (of {sizes} ranks) must have the same number of ranks on every node, because one description "
+            "covers all nodes. Set `--nproc-per-node` of torchrun or `--ntasks-per-node` of SLURM to the same number "
+            "on every node."
         )
 
 

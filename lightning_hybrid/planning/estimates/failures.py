@@ -58,12 +58,13 @@ class Failures:
             above=True,
         )
         require_number(
-            "checkpoint_s", self.checkpoint_s, "a checkpoint takes time, 1.0 or less", above=True
+            "checkpoint_s",
+            self.checkpoint_s,
+            "it is the time to write a checkpoint, in seconds",
+            above=True,
         )
         for name in ("detection_s", "restart_s", "rejoin_s", "start_s"):
-            require_number(
-                name, getattr(self, name), "it is a time in seconds, 0 where there is none"
-            )
+            require_number(name, getattr(self, name), "it is a time in seconds. Set 0 for none")
 
     def between_s(self, num_gpus: int) -> float:
         """Return the mean time between failures of a job, in seconds."""

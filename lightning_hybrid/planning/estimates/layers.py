@@ -112,8 +112,9 @@ def work_of(
     """
     if not images_per_s > 0 or not batch_size > 0:
         raise ValueError(
-            f"`images_per_s` (={images_per_s}) and `batch_size_per_rank` (={batch_size}) must be positive: a step's "
-            "arithmetic takes their ratio. Give the rate of one device alone: images_per_s=<rate>."
+            f"`images_per_s` (={images_per_s}) and `batch_size_per_rank` (={batch_size}) must be positive, because "
+            "their ratio is the compute time of a step. Set images_per_s to the number of images that one device "
+            "processes per second."
         )
     step_s = batch_size / images_per_s
     total = sum(layer.forward_flops for layer in layers) or 1

@@ -71,10 +71,16 @@ class StateBytes:
         (12.1, 8.1)
         """
         require_choice(
-            "precision", precision, (*HALF_PRECISIONS, "32-true"), "of others nothing was measured"
+            "precision",
+            precision,
+            (*HALF_PRECISIONS, "32-true"),
+            "memory was measured only for these precisions",
         )
         require_choice(
-            "optimizer", optimizer, tuple(STATE_BYTES), "the state of others is not known here"
+            "optimizer",
+            optimizer,
+            tuple(STATE_BYTES),
+            "the state size is known only for these optimizers",
         )
         state = STATE_BYTES[optimizer]
         if precision == "32-true":

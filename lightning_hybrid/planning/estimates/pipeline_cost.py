@@ -72,20 +72,21 @@ def schedule_tasks(
     >>> [f"{'F' if task.is_forward else 'B'}{task.microbatch}" for task in schedule_tasks("1f1b", 2, 3)[0]]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
-    require_choice("schedule", schedule, SCHEDULES, "torch's other schedules are not planned here")
-    require_whole("num_ranks", num_ranks, "ranks of a pipeline are counted")
-    require_whole("num_microbatches", num_microbatches, "micro-batches are counted")
-    require_whole("stages_per_rank", stages_per_rank, "stages of a rank are counted")
+    require_choice("schedule", schedule, SCHEDULES, "the planner supports only these schedules")
+    require_whole("num_ranks", num_ranks, "it is the number of ranks in a pipeline")
+    require_whole("num_microbatches", num_microbatches, "it is a number of micro-batches")
+    require_whole("stages_per_rank", stages_per_rank, "it is the number of stages of a rank")
     if schedule == "interleaved" and num_microbatches % num_ranks:
         fitting = num_ranks * (num_microbatches // num_ranks + 1)
         raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) must be a multiple of a pipeline's ranks ({num_ranks}): the "
-            f"interleaved schedule goes round by so many. Write num_microbatches={fitting}."
+            f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of ranks in a pipeline "
+            f"(={num_ranks}), because the interleaved schedule processes that many micro-batches per round. Set "
+            f"num_microbatches={fitting}."
         )
     if schedule != "interleaved" and stages_per_rank > 1:
         raise ValueError(
-            f"`stages_per_rank` (={stages_per_rank}) must be 1 with schedule={schedule!r}: several stages on a rank "
-            "take turns only in the interleaved schedule. Write schedule='interleaved'."
+            f"`stages_per_rank` (={stages_per_rank}) must be 1 with schedule={schedule!r}, because only the "
+            "interleaved schedule supports several stages per rank. Set schedule='interleaved'."
         )
     return [
         _tasks_of_rank(schedule, rank, num_ranks, num_microbatches, stages_per_rank)
@@ -166,7 +167,8 @@ def simulate_pipeline(
                 left -= 1
         if left == before:
             raise ValueError(
-                "`order` must let some rank go on: all wait for one another. Take it from `schedule_tasks`."
+                "`order` must not deadlock, but all ranks wait for each other. Use an order that `schedule_tasks` "
+                "returns."
             )
     return tasks_by_rank
 

@@ -84,20 +84,22 @@ class ClusterCosts:
                 require_positive(
                     f"curves.{name}.{num_bytes}",
                     ratio,
-                    "it is measured over modelled time of such a sum",
+                    "it is the measured time of such an all-reduce divided by the modelled time",
                 )
         require_number(
             "taken_share",
             self.taken_share,
-            "a sum takes this share of an accelerator while it runs",
+            "it is the fraction of an accelerator that an all-reduce uses",
         )
-        require_whole("num_nodes", self.num_nodes, "nodes are counted")
+        require_whole("num_nodes", self.num_nodes, "it is a number of nodes")
         require_whole(
             "ranks_per_node",
             self.ranks_per_node,
-            "ranks of a node are counted, one per accelerator",
+            "it is the number of ranks on a node, one per accelerator",
         )
-        require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")
+        require_whole(
+            "nics_per_node", self.nics_per_node, "it is the number of network cards of a node"
+        )
 
     @property
     def world_size(self) -> int:
@@ -159,7 +161,7 @@ class ClusterCosts:
         """
         if algorithm not in (*OURS, *PEERS):
             raise ValueError(
-                f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}."
+                f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}. Set one of them."
             )
         if self.world_size == 1:
             return ()
@@ -168,7 +170,8 @@ class ClusterCosts:
         if wire is not None and self.num_nodes > 1 and algorithm in PEERS:
             raise ValueError(
                 f"`algorithm` (={algorithm!r}) must be one of {', '.join(OURS)} with `comm_dtype_across_nodes` "
-                f"(={wire.name!r}): others send what the buckets hold. Leave one of them out."
+                f"(={wire.name!r}), because other algorithms send gradients in the dtype of the buckets. Leave one of "
+                "them out."
             )
         wire = wire if self.num_nodes > 1 else None
         curve = self.curves.get(algorithm, {})
@@ -254,7 +257,7 @@ def _over_nccl(
         return (_stage("all_reduce", level, cost),)
     if algorithm == "gloo_ring":
         raise ValueError(
-            "`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport."
+            "`algorithm` (='gloo_ring') must be an algorithm of NCCL. Set nccl_ring, or use a `Gloo` transport."
         )
     # With two_level each rank reduces its shard between nodes on its own rail. With hierarchical a leader reduces all
     # bytes on one card.

@@ -106,7 +106,11 @@ class NodeGroup:
     slowdown: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive("slowdown", self.slowdown, "it is a time over another; 2 is half as fast")
+        require_positive(
+            "slowdown",
+            self.slowdown,
+            "it is a ratio of compute times. Set 2 for nodes that are half as fast",
+        )
 
 
 def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
@@ -247,8 +251,9 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
 
 
 def _check(num_bytes: float, num_ranks: int) -> None:
-    require_whole("num_ranks", num_ranks, "ranks that take part are counted")
+    require_whole("num_ranks", num_ranks, "it is the number of participating ranks")
     if not num_bytes >= 0:
         raise ValueError(
-            f"`num_bytes` (={num_bytes}) must not be negative: it is what is summed, in bytes."
+            f"`num_bytes` (={num_bytes}) must not be negative, because it is the size of the all-reduce in bytes. Set "
+            "0 or more."
         )

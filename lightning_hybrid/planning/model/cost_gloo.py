@@ -56,13 +56,21 @@ class Gloo:
             require_number(
                 name,
                 getattr(self, name),
-                "it is a cost of the host or the switch, 0 where there is none",
+                "it is a cost of the host or the switch. Set 0 for none",
             )
-        require_share("ring_share", self.ring_share, "it is how much of a link one ring fills")
-        require_share("wire_share", self.wire_share, "it is how much of a link's rate is payload")
+        require_share(
+            "ring_share", self.ring_share, "it is the fraction of a link that one ring uses"
+        )
+        require_share(
+            "wire_share",
+            self.wire_share,
+            "it is the fraction of a link's bandwidth that carries payload",
+        )
         if self.num_shared_cores is not None:
             require_positive(
-                "num_shared_cores", self.num_shared_cores, "emulated ranks run on something"
+                "num_shared_cores",
+                self.num_shared_cores,
+                "it is the number of cores that emulated ranks share",
             )
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
@@ -129,7 +137,7 @@ def gloo_stages(
         codec_s = cluster.codec_s(algorithm, size, wire)
     if algorithm.startswith("nccl"):
         raise ValueError(
-            f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport."
+            f"`algorithm` (={algorithm!r}) must be an algorithm of Gloo. Set flat, or use an `Nccl` transport."
         )
     if codec_s is None and (
         algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1)

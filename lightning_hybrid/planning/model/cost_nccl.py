@@ -81,24 +81,27 @@ class Nccl:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        require_number("launch_s", self.launch_s, "it is a time in seconds, 0 where there is none")
+        require_number("launch_s", self.launch_s, "it is a time in seconds. Set 0 for none")
         require_share(
-            "payload_share", self.payload_share, "it is how much of a card's line rate is payload"
+            "payload_share",
+            self.payload_share,
+            "it is the fraction of a card's line rate that carries payload",
         )
         require_whole(
             "ll_up_to_bytes",
             self.ll_up_to_bytes or 0,
-            "it is a size of messages; None is NCCL's own",
+            "it is a message size. Set None for NCCL's own value",
             least=0,
         )
         require_whole(
             "channels",
             self.channels or 1,
-            "channels are counted; None is one per GPU that has a card",
+            "it is a number of channels. Set None for one per GPU with a network card",
         )
         if not re.fullmatch(r"\d+\.\d+(\.\d+)?", self.version):
             raise ValueError(
-                f"`version` (={self.version!r}) must be one of NCCL's, which decides what it has: '2.27'."
+                f"`version` (={self.version!r}) must be an NCCL version such as '2.27', because it determines which "
+                "algorithms are modelled."
             )
         for name, values, allowed in (
             ("inside", [self.inside], ["nvlink", "pci"]),
@@ -111,15 +114,15 @@ class Nccl:
         ):
             if not values or any(value not in allowed for value in values):
                 raise ValueError(
-                    f"`{name}` (={values}) must be of {', '.join(map(str, allowed))}: it says what NCCL has on this "
-                    "hardware."
+                    f"`{name}` (={values}) must be among {', '.join(map(str, allowed))}, because it determines what "
+                    "NCCL supports on this hardware."
                 )
         if self.generation not in tables.NVLS_SHARE and any(
             kind.startswith("nvls") for kind in self.available
         ):
             raise ValueError(
-                f"`algorithms` (={list(self.available)}) must be without nvls on `generation` (={self.generation!r}): "
-                "Hopper was the first to have it. Leave algorithms out."
+                f"`algorithms` (={list(self.available)}) must not contain nvls with `generation` "
+                f"(={self.generation!r}), because only Hopper and newer GPUs support it. Leave `algorithms` out."
             )
 
     @property

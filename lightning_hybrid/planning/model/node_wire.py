@@ -43,7 +43,7 @@ class NodeWire:
     itemsize: int
 
     def __post_init__(self) -> None:
-        why = "sums travel in it between nodes. None is the dtype of the buckets"
+        why = "it is the dtype of gradients between nodes. Set None for the dtype of the buckets"
         require_choice("comm_dtype_across_nodes", self.name, get_args(WireName), why)
 
     @property
@@ -103,10 +103,12 @@ class CodecRates:
             require_positive(
                 f"codec.{name}",
                 getattr(self, name),
-                "it is float32 that a rank encodes and decodes",
+                "it is the rate at which a rank encodes and decodes float32",
             )
         require_number(
-            "codec.kernel_s", self.kernel_s, "it is a time in seconds, 0 where nothing is launched"
+            "codec.kernel_s",
+            self.kernel_s,
+            "it is a time in seconds. Set 0 if no kernel is launched",
         )
 
     @classmethod
@@ -125,7 +127,7 @@ class CodecRates:
         require_positive(
             "memory_bytes_per_s",
             memory_bytes_per_s,
-            "it is the rate of a device's memory, its datasheet's",
+            "it is the memory bandwidth of a device, as in its datasheet",
         )
         rates = [
             4 * memory_bytes_per_s / (20 + 3 * message_bytes(BLOCK, bits) / BLOCK)

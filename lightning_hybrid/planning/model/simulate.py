@@ -50,12 +50,15 @@ class Jitter:
         require_number(
             "relative_std",
             self.relative_std,
-            "it is a spread. 0 is none, 0.05 five hundredths of a step",
+            "it is a relative standard deviation. Set 0 for none, or 0.05 for 5 % of a step",
         )
         require_number(
-            "slow_factor", self.slow_factor, "it multiplies a time. 1 is no slower", above=True
+            "slow_factor",
+            self.slow_factor,
+            "it multiplies a time. Set 1 for no slowdown",
+            above=True,
         )
-        require_whole("seed", self.seed, "NumPy's generators take no other. Write seed=0", least=0)
+        require_whole("seed", self.seed, "NumPy's generators need it. Set seed=0", least=0)
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
         """Sample the compute time of the slowest rank in each step, relative to the mean.
@@ -63,7 +66,7 @@ class Jitter:
         >>> Jitter().slowest(4, 3).tolist()
         [1.0, 1.0, 1.0]
         """
-        require_whole("num_steps", num_steps, "steps are counted")
+        require_whole("num_steps", num_steps, "it is a number of steps")
         if self.relative_std == 0 and (self.slow_share == 0 or self.slow_factor == 1):
             return np.ones(num_steps)
         generator = np.random.default_rng(self.seed)

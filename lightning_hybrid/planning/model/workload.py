@@ -39,8 +39,8 @@ class StepWorkload:
         ]
         if not self.gradients or min(times_s) < 0:
             raise ValueError(
-                f"`gradients` (={len(self.gradients)} tensors) must hold at least one, and no time may be negative: "
-                "they are what a step computes before communication."
+                f"`gradients` (={len(self.gradients)} tensors) must contain at least one tensor, and no time may be "
+                "negative, because these are the compute times of a step. Set at least one gradient."
             )
 
     @property
@@ -99,7 +99,8 @@ def buckets_of(
         places = [0, *sorted(cuts), len(numels)]
         if any(not 0 <= place <= len(numels) for place in places):
             raise ValueError(
-                f"`cuts` (={list(cuts)}) must be places from 0 to the number of tensors ({len(numels)})."
+                f"`cuts` (={list(cuts)}) must be positions from 0 to the number of tensors (={len(numels)}), because "
+                "buckets end there. Correct the positions."
             )
         sizes = [sum(numels[a:b]) * itemsize for a, b in itertools.pairwise(places) if b > a]
     dtype = {2: "float16", 4: "float32"}[itemsize]

@@ -140,10 +140,13 @@ def test_a_link_slower_than_nccl_thinks_counts():
         (lambda: cluster().stages("star", 1.0), r"`algorithm` \(='star'\) must be one of flat"),
         (
             lambda: cluster().stages("nccl", 1.0),
-            r"`algorithm` \(='nccl'\) must be one that Gloo has",
+            r"`algorithm` \(='nccl'\) must be an algorithm of Gloo",
         ),
-        (lambda: cluster(transport=NCCL).stages("gloo_ring", 1.0), r"must be one that NCCL has"),
-        (lambda: Nccl(inside="ethernet"), r"`inside` \(=\['ethernet'\]\) must be of nvlink, pci"),
+        (lambda: cluster(transport=NCCL).stages("gloo_ring", 1.0), r"must be an algorithm of NCCL"),
+        (
+            lambda: Nccl(inside="ethernet"),
+            r"`inside` \(=\['ethernet'\]\) must be among nvlink, pci",
+        ),
         (lambda: Nccl(inside="pci", algorithms=()), r"`algorithms` \(=\[\]\)"),
         (
             lambda: Gloo(stage_s=0, message_s=0, segment_s=0, ring_share=1.5),

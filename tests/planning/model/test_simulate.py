@@ -101,7 +101,8 @@ def test_segments_end_where_they_are_cut():
     assert [bucket.numel for bucket in singles] == numels
     assert {bucket.dtype for bucket in singles} == {"float32"}
     with pytest.raises(
-        ValueError, match=r"`cuts` \(=\[5\]\) must be places from 0 to the number of tensors \(4\)"
+        ValueError,
+        match=r"`cuts` \(=\[5\]\) must be positions from 0 to the number of tensors \(=4\)",
     ):
         buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[5])
 
@@ -116,7 +117,7 @@ def test_a_bucket_is_ready_with_its_last_gradient():
 def test_a_spread_that_is_none_and_work_without_gradients_are_refused(relative_std):
     with pytest.raises(ValueError, match=r"^`relative_std`"):
         Jitter(relative_std=relative_std)
-    with pytest.raises(ValueError, match=r"`gradients` \(=0 tensors\) must hold at least one"):
+    with pytest.raises(ValueError, match=r"`gradients` \(=0 tensors\) must contain at least one"):
         StepWorkload(forward_s=0.0, gradients=())
 
 
