@@ -263,7 +263,9 @@ class SimulationReport:
             own_s: Step time of the configured plan in seconds.
         """
         best = self.candidates[0]
-        if own_s <= best.step_s:  # no other plan saves time, so that nothing has to be weighed against flat
+        if (
+            own_s <= best.step_s
+        ):  # no other plan saves time, so that nothing has to be weighed against flat
             return best, ""
         scenario = self.scenario
         names: tuple[str, ...] = ("flat",)
