@@ -1,4 +1,4 @@
-"""Prediction of the duration, cost and memory of a training run, before hardware is rented.
+"""Prediction of a training run's duration, cost and memory before hardware is rented.
 
 Run `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`.
 """

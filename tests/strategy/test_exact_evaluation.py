@@ -259,7 +259,7 @@ def test_fewer_samples_than_ranks_stay_padded_with_a_sentence(four_ranks):
     ranks = exact(four_ranks, train=loader)
     assert sentences(ranks[0]) == [
         "`exact_evaluation` (=True) leaves a loader of `val_dataloader` as in `ddp`, because it has 3 samples for 4 "
-        "ranks, and every rank needs one: 1 sample of 3 counts twice. Launch 3 ranks."
+        "ranks, but every rank needs one: 1 sample of 3 counts twice. Launch 3 ranks."
     ]
     of_ddp = validate(four_ranks, train=loader, strategy="ddp")[0].metrics
     assert ranks[0].metrics == pytest.approx(of_ddp, nan_ok=True)
