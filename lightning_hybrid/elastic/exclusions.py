@@ -8,65 +8,77 @@ from typing import Any
 from lightning_hybrid.strategy.compatibility import CURES, Exclusion, in_callbacks, in_module
 
 EXCLUDED_BY_ELASTIC = (
-    Exclusion("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
+    Exclusion("adasum", "elastic", "Adasum needs a power of two of hosts, but a host may fail"),
     Exclusion(
         "local steps",
         "elastic",
-        "hosts that train by themselves have no common weights to go back to",
+        "hosts that train independently have no common weights to restart from",
     ),
     Exclusion(
-        "unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"
+        "unused parameters",
+        "elastic",
+        "DDP checks the used parameters only on the ranks of one host",
     ),
-    Exclusion("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
+    Exclusion(
+        "node slices",
+        "elastic",
+        "slices are exchanged in process groups that end when a host fails",
+    ),
     Exclusion(
         "world update",
         "elastic",
-        "a lost host takes its parts of masters and optimizer state with it",
+        "the fp32 master weights and optimizer state of a failed host would be lost",
     ),
-    Exclusion("extensions", "elastic", "they are given groups and ranks that stay"),
-    Exclusion("ranks per node", "elastic", "a node is a host, which has the ranks of its launch"),
     Exclusion(
-        "inexact resume", "elastic", "a host that joins takes its place in the data from the others"
+        "extensions", "elastic", "extensions rely on process groups and ranks that do not change"
+    ),
+    Exclusion("ranks per node", "elastic", "each host is one node, with all ranks of its launch"),
+    Exclusion(
+        "inexact resume",
+        "elastic",
+        "a joining host takes its position in the data from the other hosts",
     ),
     Exclusion(
         "several nodes",
         "elastic",
-        "each host is a launch of its own, and a launch over several is lost as a whole",
+        "each host is a separate launch, and a launch over several hosts would fail as a whole",
     ),
     Exclusion(
         "reloaded loaders",
         "elastic",
-        "a host that joins in mid-epoch could not load what the others have",
+        "a host that joins in the middle of an epoch could not load the data of the other hosts",
     ),
-    Exclusion("manual optimization", "elastic", "the closure of a step is what is run again"),
+    Exclusion(
+        "manual optimization", "elastic", "the closure of a step is repeated when the hosts change"
+    ),
     Exclusion(
         "accumulation",
         "elastic",
-        "a step has max_hosts x devices batches, whatever hosts there are",
+        "a step always has max_hosts x devices batches",
     ),
     Exclusion(
         "global batch",
         "elastic",
-        "it compares the pairs of all ranks that were launched, and these change",
+        "it compares the pairs of all ranks, but the ranks change",
     ),
     Exclusion(
         "uneven batches",
         "elastic",
-        "the batches of a step are dealt to the hosts that are there, and all have as many",
+        "the batches of a step are divided among the current hosts, which need equal numbers",
     ),
-    Exclusion("SyncBatchNorm", "elastic", "it waits for ranks in the middle of a forward"),
+    Exclusion("SyncBatchNorm", "elastic", "it waits for other ranks in the middle of forward"),
     Exclusion("GradientAccumulationScheduler", "elastic", "a step has max_hosts x devices batches"),
 )
 
 CURES_OF_ELASTIC = {
     **CURES,
-    "elastic": "take strategy='hybrid_allreduce'",
+    "elastic": "use strategy='hybrid_allreduce'",
     "ranks per node": "leave `ranks_per_node` out",
-    "several nodes": "launch each host by itself, with Trainer(num_nodes=1) and torchrun --nnodes=1",
-    "reloaded loaders": "leave `reload_dataloaders_every_n_epochs` out, and let the data set change in a hook",
+    "several nodes": "launch each host separately, with Trainer(num_nodes=1) and torchrun --nnodes=1",
+    "reloaded loaders": "leave `reload_dataloaders_every_n_epochs` out, and change the data set in a hook",
     "inexact resume": "leave `exact_resume` out",
-    "accumulation": "leave `accumulate_grad_batches` out, and give the loader a larger batch",
-    "GradientAccumulationScheduler": "leave the callback out, and give the loader a larger batch",
+    "accumulation": "leave `accumulate_grad_batches` out, and increase the batch size of the loader",
+    "GradientAccumulationScheduler": "leave the callback out, and increase the batch size of the loader",
 }
 
 

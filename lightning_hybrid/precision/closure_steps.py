@@ -64,6 +64,7 @@ class ClosureStep:
             if may_skip:
                 raise _StepSkipped
         raise EndlessOverflowError(
-            f"Gradients were inf or nan in {MAX_SKIPPED_STEPS_IN_A_ROW} evaluations of one step's closure, each with a "
-            "lower loss scale, so the loss itself is probably inf or nan. Check the learning rate and the data."
+            f"Gradients were inf or nan in {MAX_SKIPPED_STEPS_IN_A_ROW} consecutive evaluations of a step's closure, "
+            "each with a lower loss scale, so the loss itself is probably inf or nan. Check the learning rate and the "
+            "data."
         )

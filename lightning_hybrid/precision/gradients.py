@@ -400,7 +400,6 @@ def _refuse_sparse(gradient: Tensor) -> None:
     if gradient.layout is torch.strided:
         return
     raise RuntimeError(
-        f"A gradient of shape {tuple(gradient.shape)} must be dense, and its layout is {gradient.layout}, because "
-        "half precision and the all-reduce of buckets do not support sparse gradients. Create the embedding with "
-        "`sparse=False`."
+        f"A gradient of shape {tuple(gradient.shape)} must be dense, because half precision and the all-reduce do not "
+        f"support sparse gradients, but its layout is {gradient.layout}. Set `sparse=False` in the embedding."
     )

@@ -201,10 +201,10 @@ class HalfPrecisionWindow:
             return
         self._has_warned = True
         rank_zero_warn(
-            f"`{name}` was written inside of a training step, where parameters are in half precision: the values "
-            f"went through {str(self.dtype).removeprefix('torch.')}, and small changes are lost. A write through a "
-            "`.data` tensor or a NumPy array that was made outside of the step is undone. Write parameters between "
-            "steps, as in `on_train_batch_end`, or by an optimizer, whose steps run in fp32."
+            f"`{name}` was written inside a training step, where parameters are in half precision, so the values were "
+            f"rounded to {str(self.dtype).removeprefix('torch.')} and small changes are lost. Writes through a "
+            "`.data` tensor or a NumPy array that was created outside the step are undone. Write parameters between "
+            "steps, for example in `on_train_batch_end`, or with an optimizer, whose steps run in fp32."
         )
 
     def _exchange(self, *, to_fp32: bool = False) -> None:

@@ -160,8 +160,8 @@ class DynamicLossScale(LossScale):
         _check_rule(growth_factor, backoff_factor, growth_interval, hysteresis)
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
-                f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "
-                f"(={max_scale}). Change it or the bounds."
+                f"`init_scale` (={init_scale}) must be between `min_scale` (={min_scale}) and `max_scale` "
+                f"(={max_scale}). Change `init_scale` or the bounds."
             )
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
@@ -353,6 +353,6 @@ def _check_power_of_two(name: str, value: float) -> None:
     lower = 2.0 ** math.floor(math.log2(value))
     if value != lower:
         raise ValueError(
-            f"`{name}` (={value}) must be a power of two, because otherwise scaling is not exact in fp16. Use "
+            f"`{name}` (={value}) must be a power of two, because scaling by other values is not exact in fp16. Use "
             f"{lower:g} or {2 * lower:g}."
         )

@@ -127,10 +127,10 @@ class ModuleHooks:
         if self.is_in_backward or threading.get_ident() == self._thread:
             return
         raise RuntimeError(
-            f"`{type(module).__name__}` was called in the thread `{threading.current_thread().name}` while a training "
-            "step runs in another one. This is not possible, because during a step the parameters are in half "
-            "precision, and they change at its end. Use a copy of the module in that thread (`copy.deepcopy` in a hook "
-            "such as `on_train_batch_end`), or call the module between steps."
+            f"`{type(module).__name__}` was called in thread `{threading.current_thread().name}` during a training "
+            "step in another thread. This is not supported, because parameters are in half precision during a step "
+            "and change at its end. Use a copy of the module in that thread (`copy.deepcopy` in a hook such as "
+            "`on_train_batch_end`), or call the module between steps."
         )
 
     def _give_fp32(

@@ -215,10 +215,10 @@ class ParameterPair:
         if half.dtype is self.dtype and half.shape == fp32.shape:
             return
         raise RuntimeError(
-            f"`{self.name}.data` was replaced inside of a training step by a tensor of shape {tuple(half.shape)} and "
-            f"dtype {half.dtype}. Inside of a step a parameter must keep its shape {tuple(fp32.shape)} and dtype "
-            f"{self.dtype}, because DDP's buckets are built for these. Write into it with `p.copy_(value)` under "
-            "`torch.no_grad()`, or replace it in a hook outside of the step, such as `on_train_batch_end`."
+            f"`{self.name}.data` was replaced inside a training step by a tensor of shape {tuple(half.shape)} and "
+            f"dtype {half.dtype}, but must keep its shape {tuple(fp32.shape)} and dtype {self.dtype}, because DDP's "
+            "buckets are built for them. Write into the parameter with `p.copy_(value)` under `torch.no_grad()`, or "
+            "replace it in a hook outside the step, such as `on_train_batch_end`."
         )
 
     def load_(self, value: Tensor) -> None:

@@ -103,8 +103,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     ) -> None:
         if precision not in ("16-true", "bf16-true"):
             raise ValueError(
-                f'`precision` (={precision!r}) must be "16-true" or "bf16-true" to keep fp32 master weights. Set one '
-                "of these, or leave the plugin out."
+                f'`precision` (={precision!r}) must be "16-true" or "bf16-true", because the plugin keeps fp32 master '
+                "weights for half-precision training. Set one of these, or leave the plugin out."
             )
         if precision == "bf16-true" and loss_scale is not None:
             raise ValueError(
@@ -251,7 +251,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         if trainer is not None and not self._has_strategy:
             raise misconfiguration(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not support MasterWeightPrecision, because it "
-                "would build DDP on the fp32 parameters instead of their half-precision copies. Use "
+                "would wrap the fp32 parameters in DDP instead of their half-precision copies. Use "
                 "strategy='hybrid_allreduce', which also works with one device."
             )
         if trainer is not None:

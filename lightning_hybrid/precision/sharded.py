@@ -186,9 +186,9 @@ class ShardedHalfMixin(MasterWeightMixin):
         if not isinstance(strategy, strategy_types) or not is_sharded:
             raise misconfiguration(
                 f"`strategy` (={type(strategy).__name__}) must be ModelParallelStrategy, and {type(self).__name__} "
-                "must shard the module, because the shards are its master weights. Call "
-                "`self.trainer.precision_plugin.shard_(self.net, self.net.children(), mesh=...)` in `configure_model`, "
-                "or use strategy='hybrid_allreduce'."
+                "must shard the module, because the shards are the fp32 master weights. Call "
+                "`self.trainer.precision_plugin.shard_(self.net, self.net.children(), mesh=...)` in "
+                "`configure_model`, or use strategy='hybrid_allreduce'."
             )
         self.connect_strategy(is_last_backward_of_step=partial(bool, True))
         super().convert_module(module)
@@ -199,9 +199,10 @@ class ShardedHalfMixin(MasterWeightMixin):
         is_offloaded = device_types != {strategy.root_device.type}
         if is_offloaded and not (isinstance(strategy, HostShards) and strategy.offload):
             raise misconfiguration(
-                f"`strategy` (={type(strategy).__name__}) must not move shards to the device, because an "
-                "`offload_policy` keeps them on the host. Define `class Offloading(HostShards, ModelParallelStrategy): "
-                "pass` with `HostShards` from lightning_hybrid.precision.sharded, and use it as the strategy."
+                f"`strategy` (={type(strategy).__name__}) must not move shards to the device, because "
+                "`offload_policy` keeps them on the host. Define `class Offloading(HostShards, "
+                "ModelParallelStrategy): pass` with `HostShards` from lightning_hybrid.precision.sharded, and use it "
+                "as the strategy."
             )
         host = None
         if is_offloaded:

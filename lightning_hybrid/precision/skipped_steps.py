@@ -307,9 +307,8 @@ def raise_if_stuck(
             "or a division by 0 in the loss."
         )
     raise EndlessOverflowError(
-        f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to {step}. The loss scale is "
-        f"{state.loss_scale.value:g}, and no scale can prevent this. "
-        f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(non_finite[:3])} "
-        f"({len(non_finite)} in all). {cause} The weights have not changed since the last step without overflow. Fix "
-        "the cause, and resume from the last checkpoint."
+        f"Gradients were inf or nan for {int(state.num_in_a_row)} consecutive steps, up to {step}. The loss scale is "
+        f"{state.loss_scale.value:g}, but no scale can prevent this. Last loss: {loss:g}. First parameters with "
+        f"non-finite gradients: {', '.join(non_finite[:3])} ({len(non_finite)} in all). {cause} The weights have not "
+        "changed since the last step without overflow. Fix the cause, and resume from the last checkpoint."
     )

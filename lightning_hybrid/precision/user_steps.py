@@ -67,9 +67,9 @@ class UserSteps:
             return None
         if self.is_in_backward:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step must not be called inside of backward, because gradients are still "
-                "in half precision, multiplied by the loss scale, and not averaged over ranks. Call it after "
-                '`backward`, or use precision="32-true".'
+                f"{type(optimizer).__name__}.step must not be called inside backward, because gradients are still in "
+                "half precision, multiplied by the loss scale, and not averaged over ranks. Call it after `backward`, "
+                'or use precision="32-true".'
             )
         self._stepping = optimizer
         self._reopens = self._window.is_open

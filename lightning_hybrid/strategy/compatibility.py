@@ -37,7 +37,7 @@ _ELEMENTWISE_NAMES = ", ".join(optimizer_type.__name__ for optimizer_type in ELE
 PRECISIONS = ("16-true", "bf16-true", "32-true")
 """Precisions for which tests prove that ranks with parts of a model train as one rank with all of it."""
 
-_MEAN = "write between_nodes=Mean()"
+_MEAN = "set between_nodes=Mean()"
 
 CURES = {
     # Options.
@@ -46,7 +46,7 @@ CURES = {
     "codec": "leave `between_nodes.dtype` out, or set it to float16",
     "error feedback": "leave `between_nodes.error_feedback` out",
     "shard update": "leave `shard_update` out",
-    "world update": "write shard_update='node'",
+    "world update": "set shard_update='node'",
     "node slices": "leave `node_slices` out",
     "algorithm": "leave `comm.algorithm` out",
     "planner": "leave `comm.plan` out",
@@ -54,30 +54,30 @@ CURES = {
     "exact evaluation": "leave `exact_evaluation` out",
     "unused parameters": "leave `find_unused_parameters` out",
     "uneven batches": "leave `uneven_batches` out",
-    "pipeline": "take strategy='hybrid_allreduce'",
-    "Fabric": "take the Trainer's strategy",
+    "pipeline": "use strategy='hybrid_allreduce'",
+    "Fabric": "use the Trainer with this strategy",
     # Features of the run.
-    "unequal nodes": "launch equal nodes",
-    "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
+    "unequal nodes": "launch the same number of ranks on every node",
+    "precision": "use 16-true instead of 16-mixed, or bf16-true instead of bf16-mixed",
     "double precision": "take 32-true",
-    "gradient scaler": "take 16-true, whose scales ranks agree on, or bf16-mixed",
-    "accumulation": "set `num_microbatches` to that many times what it is, and the batch of the loader too",
+    "gradient scaler": "use 16-true, whose loss scale is the same on all ranks, or bf16-mixed",
+    "accumulation": "multiply `num_microbatches` and the batch size of the loader by this number instead",
     "manual optimization": "return the loss from `training_step`",
-    "manual steps": "take 32-true or bf16-true",
+    "manual steps": "use 32-true or bf16-true",
     "SyncBatchNorm": "leave `sync_batchnorm` out",
     "ModelPruning": "prune before or after training",
-    "StochasticWeightAveraging": "take `MasterWeightAveraging` or Lightning's `EMAWeightAveraging`",
-    "BaseFinetuning": "set `requires_grad`, and thaw between fits",
+    "StochasticWeightAveraging": "use `MasterWeightAveraging` or Lightning's `EMAWeightAveraging`",
+    "BaseFinetuning": "set `requires_grad` before training, and unfreeze layers between two calls of `fit`",
     "GradientAccumulationScheduler": "set `num_microbatches`",
-    "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
+    "whole tensors": 'use LARS with direction="momentum", LAMB or an element-wise optimizer of torch '
     f"({_ELEMENTWISE_NAMES})",
-    "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
-    "two owners": "give each parameter to one optimizer",
-    "several loaders": "return one training loader, with the others' batches in its own",
-    "dataloader_iter": "write `training_step(self, batch, batch_idx)`",
-    "gather in a step": "gather in a hook after the step",
-    "local fp16 sums": "let every `manual_backward` average, or take bf16-true",
-    "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
+    "norm of all": "set `gradient_clip_val`, which uses the norm over all stages",
+    "two owners": "assign each parameter to a single optimizer",
+    "several loaders": "return one training loader that contains the batches of the others",
+    "dataloader_iter": "define `training_step(self, batch, batch_idx)`",
+    "gather in a step": "call `all_gather` in a hook after the step",
+    "local fp16 sums": "average gradients in every `manual_backward`, or use bf16-true",
+    "global batch": "use a loss over fewer pairs (of one rank, or of one micro-batch)",
 }
 """Features of options and runs, each with the change that removes it."""
 
@@ -90,15 +90,14 @@ class Exclusion(NamedTuple):
     reason: str
 
 
-_RULES = (
-    "rules with norms, factors or line searches need whole tensors, and each rank would have a part"
-)
+_RULES = "optimizers with norms, factorization or line search need full tensors, but each rank has only a shard"
 _RULE_OF_SCALE = (
-    "residuals follow the loss scale and its skipped steps, "
-    "which Lightning's gradient scaler keeps to itself"
+    "residuals must follow the loss scale and its skipped steps, "
+    "but Lightning's gradient scaler does not expose them"
 )
 _SEVERAL = (
-    "a sum may be used by several optimizers, of which some skip their step, and has one residual"
+    "several optimizers may use the same all-reduced gradients and some may skip their step, but there is only one "
+    "residual"
 )
 _PROVED = ", ".join(PRECISIONS)
 
@@ -106,77 +105,87 @@ EXCLUDED = (
     Exclusion(
         "algorithm",
         "adasum",
-        "the leaders of the nodes combine whole parameters, which is hierarchical",
+        "node leaders combine whole parameters, which requires the hierarchical algorithm",
     ),
-    Exclusion("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
-    Exclusion("shard update", "local steps", "an average needs whole masters"),
+    Exclusion(
+        "planner", "adasum", "a planner compares all-reduce algorithms, but Adasum is not a sum"
+    ),
+    Exclusion(
+        "shard update", "local steps", "averaging needs the full fp32 master weights on every rank"
+    ),
     Exclusion(
         "unused parameters",
         "local steps",
-        "DDP asks all ranks in every step which parameters each has used",
+        "DDP communicates the used parameters between all ranks in every step",
     ),
     Exclusion(
         "codec",
         "pipeline",
-        "a codec numbers the blocks of a whole network, and a rank has that of its stages",
+        "a codec numbers the blocks of the whole network, but a rank has only the blocks of its stages",
     ),
-    Exclusion("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
-    Exclusion("adasum", "pipeline", "data ranks average the gradients of their stages"),
-    Exclusion("local steps", "pipeline", "its stages may be on several nodes"),
+    Exclusion("planner", "pipeline", "a planner needs the gradients of the whole network"),
+    Exclusion("adasum", "pipeline", "ranks average only the gradients of their own stages"),
+    Exclusion("local steps", "pipeline", "the stages of a pipeline may be on several nodes"),
     Exclusion(
         "global batch",
         "pipeline",
-        "a loss over all pairs of a step needs all embeddings, and a stage has a micro-batch's",
+        "a loss over all pairs of a step needs all embeddings, but a stage has only those of one micro-batch",
     ),
     Exclusion(
-        "extensions", "pipeline", "they are given the engine and the wrapper of a whole network"
+        "extensions",
+        "pipeline",
+        "extensions receive the engine and the DDP wrapper of the whole network",
     ),
     Exclusion(
         "exact evaluation",
         "pipeline",
-        "its stages exchange every batch of an evaluation, and a collective between batches keeps the padding",
+        "pipeline stages communicate in every evaluation batch, and collectives between batches require padding",
     ),
     Exclusion(
         "local steps",
         "Fabric",
-        "it counts no optimizer steps, and validates and saves where the user says",
+        "Fabric does not count optimizer steps, and the user's loop decides when to validate and to save",
     ),
-    Exclusion("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
-    Exclusion("local steps", "node slices", "it averages weights that every rank has whole"),
+    Exclusion(
+        "error feedback", "Fabric", "Fabric does not know which gradients an optimizer has used"
+    ),
+    Exclusion(
+        "local steps", "node slices", "local steps average weights that every rank has in full"
+    ),
     # Features of the run.
     Exclusion(
         "adasum",
         "uneven batches",
-        "the leaders of the nodes combine means of nodes, in which a rank without samples would count",
+        "node leaders combine the averages of nodes, in which ranks without samples would count",
     ),
-    Exclusion("local steps", "uneven batches", "each node counts as much in the average"),
+    Exclusion("local steps", "uneven batches", "each node has the same weight in the average"),
     Exclusion(
         "error feedback",
         "uneven batches",
-        "residuals have the unit of a sum over all ranks, and fewer ranks add to the last sums of an epoch",
+        "residuals are scaled for an average over all ranks, but fewer ranks contribute to the last steps of an epoch",
     ),
     Exclusion(
         "node slices",
         "uneven batches",
-        "the ranks of a node compute on one another's batches, which must have the same size",
+        "the ranks of a node process each other's batches, which must have the same size",
     ),
     Exclusion(
         "uneven batches",
         "pipeline",
-        "its micro-batches are divided by their number, not by samples",
+        "the gradients of micro-batches are averaged over their number, not over their samples",
     ),
     Exclusion(
         "uneven batches",
         "Fabric",
-        "your own loop decides when an epoch ends, and which backward belongs to which batch",
+        "the user's loop decides when an epoch ends, and which backward belongs to which batch",
     ),
     Exclusion(
         "SyncBatchNorm",
         "uneven batches",
-        "its statistics would count the samples of a repeated batch",
+        "its statistics would include the samples of repeated batches",
     ),
     Exclusion(
-        "global batch", "uneven batches", "it would compare with the samples of a repeated batch"
+        "global batch", "uneven batches", "it would compare samples with those of repeated batches"
     ),
     Exclusion(
         "several loaders",
@@ -186,7 +195,7 @@ EXCLUDED = (
     Exclusion(
         "dataloader_iter",
         "uneven batches",
-        "ranks agree on a batch before the step, and this step reads batches by itself",
+        "ranks agree on a batch before the step, but this step fetches its batches itself",
     ),
     Exclusion(
         "gather in a step",
@@ -196,17 +205,17 @@ EXCLUDED = (
     Exclusion(
         "local fp16 sums",
         "uneven batches",
-        "batches have different divisors in manual optimization, and a local sum can have only one",
+        "batches have different divisors in manual optimization, but a local sum can have only one",
     ),
-    Exclusion("unequal nodes", "local steps", "each node counts as much in the average"),
-    Exclusion("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
-    Exclusion("unequal nodes", "node slices", "a slice is the same on every node"),
-    Exclusion("precision", "shard update", f"the update is shared with {_PROVED}"),
-    Exclusion("double precision", "shard update", f"the update is shared with {_PROVED}"),
+    Exclusion("unequal nodes", "local steps", "each node has the same weight in the average"),
+    Exclusion("unequal nodes", "shard update", "every node must have the same shards of a tensor"),
+    Exclusion("unequal nodes", "node slices", "every node must have the same slices"),
+    Exclusion("precision", "shard update", f"the sharded update supports only {_PROVED}"),
+    Exclusion("double precision", "shard update", f"the sharded update supports only {_PROVED}"),
+    Exclusion("precision", "pipeline", f"pipelines support only {_PROVED} and 64-true"),
     Exclusion(
-        "precision", "pipeline", f"{_PROVED} and 64-true alone are proved against accumulation"
+        "gradient scaler", "local steps", "Lightning's loss scale would diverge between nodes"
     ),
-    Exclusion("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
     Exclusion("gradient scaler", "error feedback", _RULE_OF_SCALE),
     Exclusion("manual steps", "error feedback", _SEVERAL),
     Exclusion(
@@ -214,26 +223,34 @@ EXCLUDED = (
         "pipeline",
         "the schedule runs forward and backward of all micro-batches together",
     ),
-    Exclusion("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
-    Exclusion("norm of all", "pipeline", "an optimizer has the gradients of its rank's stages"),
+    Exclusion("accumulation", "pipeline", "micro-batches already accumulate gradients"),
+    Exclusion(
+        "norm of all", "pipeline", "an optimizer has only the gradients of its rank's stages"
+    ),
     Exclusion(
         "SyncBatchNorm",
         "pipeline",
-        "each micro-batch has its statistics, as batches of an accumulation have",
+        "statistics are computed per micro-batch, as with gradient accumulation",
     ),
     Exclusion(
         "SyncBatchNorm",
         "local steps",
-        "it waits for all ranks in every forward; statistics are averaged with weights",
+        "it waits for all ranks in every forward, and statistics are averaged together with the weights anyway",
     ),
-    Exclusion("ModelPruning", "local steps", "each node would prune by its own weights"),
-    Exclusion("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
-    Exclusion("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
-    Exclusion("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
-    Exclusion("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
+    Exclusion("ModelPruning", "local steps", "each node would prune according to its own weights"),
+    Exclusion("ModelPruning", "pipeline", "it compares the weights of the whole network"),
+    Exclusion(
+        "StochasticWeightAveraging", "pipeline", "it copies the weights of the whole network"
+    ),
+    Exclusion("BaseFinetuning", "pipeline", "it adds layers of the whole network to the optimizer"),
+    Exclusion(
+        "GradientAccumulationScheduler", "pipeline", "micro-batches already accumulate gradients"
+    ),
     Exclusion("whole tensors", "shard update", _RULES),
     Exclusion("whole tensors", "node slices", _RULES),
-    Exclusion("two owners", "shard update", "a part of it can stand in one of them only"),
+    Exclusion(
+        "two owners", "shard update", "a shard of a parameter can belong to only one optimizer"
+    ),
 )
 
 
@@ -258,8 +275,8 @@ def refuse_excluded(
 
     >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
-    ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) cannot be combined: a planner compares ways \
-to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean().
+    ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) cannot be combined: a planner compares \
+all-reduce algorithms, but Adasum is not a sum. Leave `comm.plan` out, or set between_nodes=Mean().
     """
     for feature, conflict, reason in rows:
         if feature in features and conflict in features:
@@ -275,7 +292,7 @@ def in_nodes(topology: Topology) -> dict[str, str]:
     if topology.ranks_per_node:
         return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
-    return {"unequal nodes": f"Nodes of different size (={sizes} ranks)"}
+    return {"unequal nodes": f"Nodes with different numbers of ranks (={sizes})"}
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
@@ -384,11 +401,10 @@ def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> 
     coupled_types = _coupled_types(module)
     if coupled_types:
         rank_zero_warn(
-            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of "
-            f"`{coupled_types[0].__name__}`, each of which compares the samples of one batch, not the "
-            f"{accumulate_grad_batches} times as many samples of a step. To compare all samples of a "
-            "step, use `lightning_hybrid.contrastive.GlobalBatch` with a larger batch and without "
-            "accumulation."
+            f"`accumulate_grad_batches` (={accumulate_grad_batches}) accumulates gradients of "
+            f"`{coupled_types[0].__name__}`, which compares the samples of one batch, not of the "
+            f"{accumulate_grad_batches} batches of a step. To compare all samples of a step, use "
+            "`lightning_hybrid.contrastive.GlobalBatch` with a larger batch and without accumulation."
         )
 
 

@@ -95,7 +95,7 @@ class Evaluation:
         if self._runs_all(len(loader)) and not self._runs_all(share.num_batches):
             name = f"limit_{self._stage}_batches"
             return Obstacle(
-                f"`{name}` (={self._limit}) allows one batch, which would be cut in two",
+                f"`{name}` (={self._limit}) allows one batch, which would be split into two",
                 f"Set `{name}=2`, or a smaller `batch_size`",
             )
         return None
@@ -163,9 +163,9 @@ class Evaluation:
         if self._stage == "val":
             step = "validation_step"
         self._warn_once(
-            f"`exact_evaluation` (=True): `{step}` or a hook calls collectives between batches, which can need equal "
-            f"batches on all ranks. The last batch stays padded, as in `ddp`: {_repeats(share)}. Reduce after the last "
-            "batch, for example with torchmetrics or `self.log(..., sync_dist=True, on_step=False)`."
+            f"`exact_evaluation` (=True): `{step}` or a hook calls collectives between batches, which may require "
+            f"equal batches on all ranks. The last batch is padded as in `ddp`, so {_repeats(share)}. Reduce after "
+            "the last batch, for example with torchmetrics or `self.log(..., sync_dist=True, on_step=False)`."
         )
 
     def refuse_unequal_shapes(self, tensor: Any, group: Any) -> None:
@@ -184,9 +184,9 @@ class Evaluation:
         dist.all_gather_object(shapes, tuple(tensor.shape), group=group)
         if len(set(shapes)) > 1:
             raise ValueError(
-                f"`self.all_gather` needs tensors of one shape, but the ranks have {shapes}. With `exact_evaluation` "
-                "(=True) some ranks evaluate one sample less. Gather with "
-                "`torchmetrics.utilities.distributed.gather_all_tensors`, which takes unequal shapes, or leave "
+                f"`self.all_gather` requires tensors of the same shape, but the ranks have {shapes}. With "
+                "`exact_evaluation` (=True), some ranks evaluate one sample less. Use "
+                "`torchmetrics.utilities.distributed.gather_all_tensors`, which accepts unequal shapes, or leave "
                 "`exact_evaluation` out."
             )
 
@@ -218,8 +218,8 @@ class Evaluation:
         if "drop_last" in obstacle.reason:
             effect = "not every sample counts once"
         self._warn_once(
-            f"`exact_evaluation` (=True) leaves a loader of `{self._stage}_dataloader` as in `ddp`, because "
-            f"{obstacle.reason}: {effect}. {obstacle.cure}."
+            f"`exact_evaluation` (=True) has no effect on a loader of `{self._stage}_dataloader`, because "
+            f"{obstacle.reason}, so {effect}. {obstacle.cure}."
         )
 
     def _warn_once(self, message: str) -> None:

@@ -166,9 +166,9 @@ class ErrorFeedbackExtension(FitExtension):
         error = fit.failures.ending_error
         if error is not None:
             rank_zero_warn(
-                f"`between_nodes.error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} "
-                "ends this rank has no residuals, because other ranks may not save with it. A run that resumes from it "
-                "begins with zeros."
+                "`between_nodes.error_feedback` (=True): a checkpoint that is saved after this rank failed with "
+                f"{type(error).__name__} contains no residuals, because other ranks may not save with it. A run that "
+                "resumes from it starts with residuals of zero."
             )
             return
         residuals = self.collected(fit)

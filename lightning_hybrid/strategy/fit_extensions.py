@@ -261,8 +261,7 @@ def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> No
         raise raised[0]
     for raised_error in raised:
         warnings.warn(
-            f"After {type(error).__name__} this could not be ended: "
-            f"{type(raised_error).__name__}: {raised_error}",
+            f"After {type(error).__name__}, the cleanup failed with {type(raised_error).__name__}: {raised_error}",
             stacklevel=2,
         )
 
@@ -310,7 +309,7 @@ def build_extensions(strategy: Any) -> FitExtensions:
         if not isinstance(extension, FitExtension):
             raise ValueError(
                 f"`extensions` (={factory!r}) must be factories that take a `FitContext` and return a `FitExtension`. "
-                f"This one returned {type(extension).__name__}. Derive its class from `FitExtension`."
+                f"This factory returned {type(extension).__name__}. Derive its class from `FitExtension`."
             )
         extensions.append(extension)
     if not extensions:

@@ -155,8 +155,8 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
     refuse_odd_nodes(topology)
     if topology.num_nodes == 1:
         rank_zero_warn(
-            "`between_nodes` (=Adasum()) combines the gradients of several nodes, but all ranks share "
-            "one node, so gradients are averaged. Leave `between_nodes` out, or set `ranks_per_node`."
+            "`between_nodes` (=Adasum()) combines the gradients of several nodes, but all ranks are on one node, so "
+            "gradients are averaged. Leave `between_nodes` out, or set `ranks_per_node`."
         )
         return None
     # Adasum takes inner products of whole parameters, so no chunk may cut one.

@@ -276,8 +276,8 @@ class TrainingLoaders:
                 resume.load_state_dict(state)
         elif states:
             rank_zero_warn(
-                f"The checkpoint has {len(states)} states of training loaders, but this run has {len(resumes)} "
-                "loaders. The states are not used, and the rest of the epoch may have other samples."
+                f"The checkpoint has the states of {len(states)} training loaders, but this run has {len(resumes)} "
+                "loaders. The states are ignored, so the rest of the epoch may have other samples."
             )
 
     def _resumed_start(self) -> Place:
@@ -325,9 +325,9 @@ class TrainingLoaders:
         for resume, number in zip(self._resumes, numbers, strict=True):
             if number != numbers[0]:
                 raise resume.error(
-                    f"it has read {number} of the finished batches, but another loader of the fit has read "
-                    f"{numbers[0]}: resume all loaders with the ranks and batch sizes of the checkpoint, or scale "
-                    "all batch sizes by the same factor"
+                    f"it would continue after {number} batches, but another loader would continue after {numbers[0]}. "
+                    "Resume all loaders with the ranks and batch sizes of the checkpoint, or scale all batch sizes by "
+                    "the same factor"
                 )
         if not numbers:
             return num_done
@@ -406,16 +406,19 @@ class TrainingLoaders:
         stateless = [resume for resume in self._resumes if not resume.has_state]
         if not start.batches or not stateless:
             return
-        text = "The checkpoint has no state of the training loader, as `ddp` or exact_resume=False wrote it"
+        text = (
+            "The checkpoint has no state of the training loader, because it was written with `ddp` or "
+            "exact_resume=False"
+        )
         if all(resume.traits.follows_from_epoch for resume in stateless):
             rank_zero_warn(
-                f"{text}. It resumes after {start.batches} batches of the epoch, which is exact with the ranks, the "
-                "batch size and the accumulation of the interrupted run."
+                f"{text}. Training resumes after {start.batches} batches of the epoch, which is exact only with the "
+                "number of ranks, the batch size and the gradient accumulation of the interrupted run."
             )
         else:
             rank_zero_warn(
-                f"{text}, and its order does not follow from the epoch alone. The rest of this epoch may have other "
-                "images."
+                f"{text}, but its order does not depend on the epoch alone. The rest of this epoch may have other "
+                "samples."
             )
 
     def _warn_of_caveats(self) -> None:

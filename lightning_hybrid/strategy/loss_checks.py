@@ -17,10 +17,9 @@ def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) ->
     """
     if isinstance(loss, Tensor) and not loss.requires_grad:
         raise RuntimeError(
-            f"The loss on rank {rank} of {world_size} does not require a gradient, because it depends on "
-            "no trained parameter of this rank. The other ranks wait for its gradients. Return a loss "
-            "that depends on the parameters on every rank, such as `0 * self.net(x).sum()`, or return "
-            "None on all ranks."
+            f"The loss on rank {rank} of {world_size} does not require a gradient, because it does not depend on any "
+            "trained parameter, but the other ranks wait for its gradients. Return a loss that depends on the "
+            "parameters on every rank, such as `0 * self.net(x).sum()`, or return None on all ranks."
         )
 
 
@@ -35,9 +34,9 @@ def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) 
     """
     if not depends_on_parameter(loss):
         raise RuntimeError(
-            f"The loss on rank {rank} of {world_size} depends on no trained parameter of this rank. The "
-            "other ranks wait for its gradients. For a batch without a loss, return `self.net(x).sum() * "
-            "0` or return None on all ranks."
+            f"The loss on rank {rank} of {world_size} does not depend on any trained parameter, but the other ranks "
+            "wait for its gradients. For a batch without a loss, return `self.net(x).sum() * 0` or return None on all "
+            "ranks."
         )
 
 

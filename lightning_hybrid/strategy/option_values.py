@@ -101,13 +101,13 @@ class Mean(BetweenNodes):
         """Raise `ValueError` if `dtype` or `error_feedback` is invalid."""
         name = "between_nodes.error_feedback"
         dtype = _on_wire(self.dtype)
-        why = "whether errors of rounding are added to the sums of the next step"
+        why = "it selects whether rounding errors are added to the gradients of the next step"
         require_choice(name, self.error_feedback, (True, False), why)
         if self.error_feedback and not isinstance(dtype, Codec):
             dtype_name = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"`{name}` (=True) needs a codec between nodes, but `between_nodes.dtype` is {dtype_name}. Only "
-                "rounding errors of int8 and int4 are kept. Write dtype='int8' or 'int4', or leave "
+                f"`{name}` (=True) requires a codec between nodes, because only the rounding errors of int8 and int4 "
+                f"are fed back, but `between_nodes.dtype` is {dtype_name}. Set dtype='int8' or 'int4', or leave "
                 f"`{name}` out."
             )
 
@@ -165,21 +165,20 @@ class LocalSteps(BetweenNodes):
         """Raise `ValueError` if an option is out of range or `dtype` is not supported."""
         make_plain(self, "every", "from_step", "outer_lr", "outer_momentum")
         why = (
-            "it counts the optimizer steps that a node takes on its own before the nodes' weights are averaged. 1 is "
-            "`Mean()`, gradients averaged over all ranks in every step: write between_nodes=Mean()"
+            "it is the number of optimizer steps of a node between two averages of the weights. To average gradients "
+            "over all ranks in every step, set between_nodes=Mean()"
         )
         require_whole("between_nodes.every", self.every, why, least=2, unit="steps")
-        why = "it counts optimizer steps that are synchronous, before nodes train on their own. Leave it out for none"
+        why = "it is the number of synchronous optimizer steps before nodes train independently. Leave it out for none"
         require_whole("between_nodes.from_step", self.from_step, why, least=0, unit="steps")
-        why = "it multiplies what the average has moved. 1 takes the average"
+        why = "it multiplies the change of the averaged weights. Set 1 for a plain average"
         require_number("between_nodes.outer_lr", self.outer_lr, why, above=True)
-        why = "past periods would never fade. DiLoCo's is 0.9"
+        why = "past periods would never fade otherwise. Set 0.9, as in DiLoCo"
         require_number("between_nodes.outer_momentum", self.outer_momentum, why, high=1)
         if self.on_wire is torch.float16:
             raise ValueError(
-                f"`between_nodes.dtype` (={self.dtype!r}) cannot carry changes of weights, because these have "
-                "no loss scale and can be smaller than fp16 represents. Set dtype='bfloat16', 'int8' or "
-                "'int4', or leave it out."
+                f"`between_nodes.dtype` (={self.dtype!r}) cannot be used for weight changes, because these are not "
+                "scaled and can be too small for fp16. Set dtype='bfloat16', 'int8' or 'int4', or leave it out."
             )
 
     @property
@@ -261,7 +260,7 @@ class Comm(OptionValue):
         if self.algorithm != "auto" or size is not None:
             raise ValueError(
                 f"`comm.plan` (={plan!r}) already sets the algorithm and the bucket size. Leave `comm.algorithm` and "
-                "`comm.bucket_bytes` out, or the plan."
+                "`comm.bucket_bytes` out, or leave the plan out."
             )
         if isinstance(plan, Planner):
             return CommPlan()
@@ -271,7 +270,7 @@ class Comm(OptionValue):
             return CommPlan.from_json(Path(plan).read_text())
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
-                f"`comm.plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
+                f"`comm.plan` (={plan!r}) must be the path of a readable plan: {error}. Create a plan with "
                 "`CommPlan(...).to_json()`, or leave `comm.plan` out."
             ) from error
 
@@ -302,8 +301,8 @@ class Report(OptionValue):
             )
         if self.link_bytes_per_s is not None:
             why = (
-                "it is the bytes per second that a node's link to the others carries in each direction, 1.25e8 for 1 "
-                "Gbit/s. Leave it unset where it is not known"
+                "it is the bandwidth of a node's link in bytes per second and direction, 1.25e8 for 1 Gbit/s. Leave "
+                "it unset if it is not known"
             )
             require_number("report.link_bytes_per_s", self.link_bytes_per_s, why, above=True)
 
@@ -330,7 +329,7 @@ def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) 
     if isinstance(value, type):
         shown = value.__name__
     suggestion = _object_meant_by(value, kinds)
-    cure = f"Write for example {name}={example}."
+    cure = f"Set {name}={example}, for example."
     if suggestion is not None:
         cure = f"Did you mean {name}={suggestion}?"
     raise ValueError(f"`{name}` (={shown}) must be a {rule} object. {cure}")
@@ -385,10 +384,16 @@ def dtype_from(
     cure = ""
     name_of_bits = str(setting).removeprefix("torch.")
     if name_of_bits in ("int8", "int4"):
-        cure = f" Sums have to hold them as they are: 8 and 4 bits are for between_nodes=Mean(dtype={name_of_bits!r})."
+        cure = (
+            " Gradients cannot be summed in 8 or 4 bits. To use them between nodes, set "
+            f"between_nodes=Mean(dtype={name_of_bits!r})."
+        )
     choices = [*_DTYPES, *further_choices]
     if not cure:
-        cure = did_you_mean(name_of_bits, choices) or " Leave it out to send gradients as they are."
+        cure = (
+            did_you_mean(name_of_bits, choices)
+            or " Leave it out to send gradients in their own dtype."
+        )
     raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join(choices)}.{cure}")
 
 

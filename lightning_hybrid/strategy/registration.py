@@ -128,7 +128,7 @@ class _SuggestingNames(list[str]):
             return True
         if isinstance(strategy, type) and strategy.__module__.startswith("lightning_hybrid."):
             raise TypeError(
-                f"`strategy` (={strategy.__name__}) is a class, but must be an object or a name. Write "
+                f"`strategy` (={strategy.__name__}) is a class, but must be an object or a name. Set "
                 f"strategy={strategy.__name__}()."
             )
         if isinstance(strategy, str):

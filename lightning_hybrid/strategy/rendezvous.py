@@ -78,10 +78,9 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
         missing = _await_result(names, end_s, where, rank, timeout)
     if missing:
         raise RendezvousError(
-            f"`WORLD_SIZE` (={world_size}) ranks must connect at {where}, but within "
-            f"{timeout.total_seconds():g} s {missing} did not connect. Check that every rank was started "
-            "with this MASTER_ADDR and MASTER_PORT and that no firewall blocks the connection, or raise "
-            "`timeout`, the time that ranks wait for one another."
+            f"`WORLD_SIZE` (={world_size}) ranks must connect at {where}, but {missing} did not connect within "
+            f"{timeout.total_seconds():g} s. Check that every rank was started with this MASTER_ADDR and MASTER_PORT "
+            "and that no firewall blocks the connection, or increase `timeout`."
         )
     return dist.PrefixStore("default_pg", store)
 
@@ -99,9 +98,9 @@ def _open_store(
     except dist.DistError as error:
         if rank == 0:
             raise RendezvousError(
-                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {first_line(error)}. Another process "
-                "may be rank 0 too, or another job may use this port. Set another port on every rank, or end that "
-                "process."
+                f"`MASTER_PORT` (={port}) must be a port that rank 0 can listen on: {first_line(error)}. Another "
+                "process may also be rank 0, or another job may use this port. Set another port on every rank, or "
+                "stop that process."
             ) from error
         raise RendezvousError(_no_answer(f"{address}:{port}", rank, timeout)) from error
 
@@ -118,8 +117,8 @@ def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
     owner = names.compare_set(f"rank {rank}", "", name).decode()
     if owner != name:
         raise RendezvousError(
-            f"`RANK` (={rank}) must be different on each process: {owner} is rank {rank} at {where}, and so is "
-            f"{name}. Start each rank once, for example with torchrun or srun, which number the ranks."
+            f"`RANK` (={rank}) must be different in each process, but at {where} both {owner} and {name} are rank "
+            f"{rank}. Start each rank once, for example with torchrun or srun, which set RANK."
         )
 
 
@@ -158,9 +157,9 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     # The limit is a year, because torch converts the timeout to milliseconds and nanoseconds.
     if not is_number or not 0 < seconds <= 366 * 86400:
         raise ValueError(
-            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta. It is the time that "
-            "ranks wait for one another, at the start and in each collective. Write timeout=1800, or leave `timeout` "
-            "out."
+            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta, because it limits the "
+            "time that ranks wait for each other at the start and in each collective. Set timeout=1800, or leave "
+            "`timeout` out."
         )
     return timedelta(seconds=seconds)
 
@@ -205,8 +204,8 @@ def _listen(address: str, port: int) -> socket.socket | None:
         # torch handles a port in use, because its listener may be this process's own store from an earlier run.
         if error.errno != errno.EADDRINUSE:
             rank_zero_warn(
-                f"MASTER_ADDR (={address}) is not an address of this host ({error.strerror}), so rank 0 listens at "
-                f"port {port} on all interfaces."
+                f"MASTER_ADDR (={address}) is not an address of this host ({error.strerror}), so rank 0 listens on "
+                f"port {port} of all interfaces."
             )
         return None
     return listener
@@ -259,9 +258,9 @@ def _await_result(
 
 def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
     return (
-        f"`MASTER_ADDR` and `MASTER_PORT` (={where}) must be where rank 0 waits for the others: rank {rank} on host "
-        f"{socket.gethostname()} had no answer there within {timeout.total_seconds():g} s. Check that rank 0 is "
-        "running, that it did not end with an error, and that no firewall blocks the connection. To run without a "
+        f"`MASTER_ADDR` and `MASTER_PORT` (={where}) must be the address of rank 0, but rank {rank} on host "
+        f"{socket.gethostname()} received no answer from it within {timeout.total_seconds():g} s. Check that rank 0 "
+        "is running, that it did not exit with an error, and that no firewall blocks the connection. To run without a "
         "launcher, unset RANK, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
     )
 
@@ -303,10 +302,11 @@ def connect_ranks(
         init_process_group(environment, backend, **group_options)
     except dist.DistError as error:
         raise RendezvousError(
-            f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
-            f"{environment.main_port} and must be able to connect to one another: {first_line(error)}. "
-            "Set GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) to the network interface, which otherwise is that of "
-            "the host's name, and check that each process may open enough files (`ulimit -n`)."
+            f"`WORLD_SIZE` (={environment.world_size()}) ranks connected at "
+            f"{environment.main_address}:{environment.main_port}, but cannot connect to each other: "
+            f"{first_line(error)}. Set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the network interface, "
+            "because the default is the interface of the host name, and check that each process can open enough files "
+            "(`ulimit -n`)."
         ) from error
     let_ranks_report()
 
@@ -343,7 +343,7 @@ def start_method_from(setting: str) -> Any:
     Raises:
         ValueError: The start method is unknown.
     """
-    why = "it is how the ranks of a node are started. Leave `start_method` out for 'popen'"
+    why = "it selects how the ranks of a node are started. Leave `start_method` out for 'popen'"
     require_choice("start_method", setting, ("popen", "spawn", "fork", "forkserver"), why)
     return setting
 
@@ -363,17 +363,16 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
     device_types = {getattr(device, "type", type(device).__name__) for device in devices or ()}
     for device_type in device_types - {"cpu", "cuda"}:
         raise misconfiguration(
-            f"`accelerator` (=one of {device_type!r} devices) must be cpu or cuda with strategy={name!r}: Gloo "
-            "and NCCL, which sum the gradients, support no others. Set accelerator='cpu', or strategy='auto' for one "
-            "device."
+            f"`accelerator` (=one of {device_type!r} devices) must be cpu or cuda with strategy={name!r}, because "
+            "Gloo and NCCL support no other devices. Set accelerator='cpu', or strategy='auto' for one device."
         )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
     # Lightning raises an error too, but its error would name a variant of DDP.
     if start_method == "popen" and is_interactive:
         raise misconfiguration(
-            f"`strategy` (={name!r}) must be started from a script: it repeats the command for each rank, and an "
-            f"interactive session or a notebook has none. Write strategy='{name}_notebook' (in a strategy object "
-            "start_method='fork'), which forks the ranks, or run your code as a script."
+            f"`strategy` (={name!r}) must be started from a script, because it repeats the command for each rank, but "
+            f"an interactive session or a notebook has no command. Set strategy='{name}_notebook' (or "
+            "start_method='fork' in a strategy object), which forks the ranks, or run your code as a script."
         )
 
 

@@ -133,7 +133,7 @@ class StrategyOptions:
             "exact_evaluation",
             exact_evaluation,
             (True, False),
-            "whether every sample counts once in validation, test and prediction",
+            "it selects whether every sample counts once in validation, test and prediction",
         )
         require_value("report", report, (Report,), "Report(trace_dir='traces')")
 
@@ -242,7 +242,7 @@ def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
     if comm.bucket_bytes is not None:
         raise ValueError(
             f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) both set the bucket "
-            "size. Keep only `comm.bucket_bytes`."
+            "size. Set only `comm.bucket_bytes`."
         )
     why = "it is the size of a bucket in MiB, and DistributedDataParallel's default is 25"
     require_number("bucket_cap_mb", bucket_cap_mb, why, above=True)
@@ -255,14 +255,15 @@ def _parse_ranks_per_node(ranks_per_node: Any) -> int | None:
         require_whole(
             "ranks_per_node",
             number,
-            "it counts ranks. Leave `ranks_per_node` out to have nodes found",
+            "it is a number of ranks. Leave `ranks_per_node` out to detect the nodes",
         )
     return number
 
 
 def _parse_shard_update(shard_update: Any) -> ShardUpdate:
     why = (
-        "which ranks share masters and optimizer state. Write shard_update='node', or leave it out"
+        "it selects the ranks that share fp32 master weights and optimizer state. Set shard_update='node', or leave "
+        "it out"
     )
     require_choice("shard_update", shard_update, ("off", "node", "world", False), why)
     # YAML reads `off` as a boolean.
@@ -279,17 +280,17 @@ def _parse_extensions(extensions: Any) -> tuple[ExtensionFactory, ...]:
         factories = tuple(extensions)
     if not is_list or not all(callable(factory) for factory in factories):
         raise ValueError(
-            f"`extensions` (={extensions!r:.120}) must be a list of factories of extensions, such as classes or "
-            "`functools.partial(LogsNorm, every=10)`, because each fit in each process creates its own. Write "
-            "extensions=[LogsNorm], without a call."
+            f"`extensions` (={extensions!r:.120}) must be a list of extension factories, such as classes or "
+            "`functools.partial(LogsNorm, every=10)`, because each run creates its own extensions in each process. "
+            "Set extensions=[LogsNorm], without calling the class."
         )
     return factories
 
 
 def _parse_uneven_batches(uneven_batches: Any) -> UnevenBatches:
     why = (
-        "what happens if the training loader of a rank ends before the others. Write uneven_batches='join' to train on "
-        "all batches, or leave it out"
+        "it selects what happens if the training loader of a rank ends before the others. Set uneven_batches='join' "
+        "to train on all batches, or leave it out"
     )
     require_choice("uneven_batches", uneven_batches, ("error", "join"), why)
     parsed: UnevenBatches = uneven_batches
@@ -335,15 +336,15 @@ def refuse_unknown_options(
             if value is None:  # Lightning's own default
                 continue
             raise ValueError(
-                f"`{name}` (={value!r}) cannot be combined with strategy={strategy_name!r}, which is a "
-                "communication hook itself. Replace fp16_compress_hook by comm=Comm(dtype='float16'), "
-                "bf16_compress_hook by comm=Comm(dtype='bfloat16'), and model averaging by "
-                "between_nodes=LocalSteps(every=8). For another hook, such as PowerSGD, use strategy='ddp'."
+                f"`{name}` (={value!r}) cannot be combined with strategy={strategy_name!r}, which registers its own "
+                "communication hook. Replace fp16_compress_hook by comm=Comm(dtype='float16'), bf16_compress_hook by "
+                "comm=Comm(dtype='bfloat16'), and model averaging by between_nodes=LocalSteps(every=8). For another "
+                "hook, such as PowerSGD, use strategy='ddp'."
             )
         if name in _OPTIONS_OF_THE_STRATEGY:
             raise ValueError(
-                f"`{name}` cannot be set, because the strategy sets it for DistributedDataParallel. Leave it "
-                "out."
+                f"`{name}` cannot be set, because the strategy passes its own value to DistributedDataParallel. Leave "
+                "it out."
             )
         if name not in ddp_names:
             suggestion = _suggestion(name, [*strategy_names, *ddp_names])

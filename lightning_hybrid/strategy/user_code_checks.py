@@ -72,8 +72,9 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
             if any(id(parameter) not in averaged for parameter in group["params"]):
                 raise ValueError(
                     f"`configure_optimizers` returned {type(optimizer).__name__} with a parameter in group {index} "
-                    "that is not part of the LightningModule: its gradients would never be averaged over ranks. "
-                    "Register it (`self.name = torch.nn.Parameter(...)`) in `__init__` or `configure_model`."
+                    "that is not part of the LightningModule, so its gradients would never be averaged over ranks. "
+                    "Register the parameter (`self.name = torch.nn.Parameter(...)`) in `__init__` or "
+                    "`configure_model`."
                 )
 
 
@@ -85,12 +86,12 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
     """
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
-        state = "none registered"
+        state = "none are registered"
         if parameters:
-            state = "all of them frozen"
+            state = "all are frozen"
         raise ValueError(
-            f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
-            "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
+            f"{type(module).__name__} has {len(parameters)} parameters ({state}), so there is nothing to train. Make "
+            "layers attributes of the module in `__init__` or `configure_model`, or unfreeze parameters."
         )
 
 
@@ -103,9 +104,10 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
         if any(group["trust_ratio"] for group in optimizer.param_groups):
             name = type(optimizer).__name__
             rank_zero_warn(
-                f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
-                "update. The size is how Adasum distinguishes gradients that agree from orthogonal ones, so only the "
-                f"direction is left. Use between_nodes=Mean() with {name}, or SGD or Adam with Adasum."
+                f"`between_nodes` (=Adasum()) is not recommended with {name}, because its trust ratio normalizes the "
+                "magnitude of each parameter's update. Adasum encodes in this magnitude whether gradients agree or "
+                f"are orthogonal, so this information is lost. Use between_nodes=Mean() with {name}, or use SGD or "
+                "Adam with Adasum."
             )
 
 
@@ -117,8 +119,8 @@ def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None
     if plugin.precision == "16-mixed":
         own_scaler = ", and Lightning's own scaler scales the loss of '16-mixed'"
     rank_zero_warn(
-        f"`loss_scale` (={type(loss_scale).__name__}) has no effect with precision={plugin.precision!r}: it is for "
-        f"precision='16-true'{own_scaler}. Leave it out, or train with precision='16-true'."
+        f"`loss_scale` (={type(loss_scale).__name__}) has no effect with precision={plugin.precision!r}, because it "
+        f"applies only to precision='16-true'{own_scaler}. Leave it out, or set precision='16-true'."
     )
 
 
@@ -134,12 +136,12 @@ def refuse_other_accumulation(accumulate_grad_batches: Any) -> None:
     cure = "Write accumulate_grad_batches=2"
     if isinstance(value, Mapping):
         cure = (
-            f"Write callbacks=[GradientAccumulationScheduler({dict(value)!r})], of "
-            "`lightning.pytorch.callbacks`, for other numbers in later epochs"
+            f"To change the number in later epochs, set callbacks=[GradientAccumulationScheduler({dict(value)!r})] "
+            "from `lightning.pytorch.callbacks`"
         )
     raise ValueError(
-        f"`accumulate_grad_batches` (={value!r}) must be a whole number, 1 or more: it counts the batches of a step. "
-        f"{cure}."
+        f"`accumulate_grad_batches` (={value!r}) must be a whole number, 1 or more, because it is the number of "
+        f"batches per step. {cure}."
     )
 
 
@@ -161,10 +163,10 @@ def refuse_what_is_not_averaged(
             if parameter.requires_grad and id(parameter) not in averaged:
                 name = _name_of(parameter, module)
                 raise RuntimeError(
-                    f"Parameter `{name}` (shape {tuple(parameter.shape)}) "
-                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
-                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
-                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
+                    f"Parameter `{name}` (shape {tuple(parameter.shape)}) is trained but not averaged, because DDP "
+                    "registers the trainable parameters when training starts, but this parameter was added or "
+                    "unfrozen later. Every rank would train its own copy. Keep it trainable from the start (with lr=0 "
+                    "until it is needed), or call `fit` again after unfreezing it."
                 )
 
 

@@ -61,7 +61,7 @@ OF_MONITOR = re.compile("was inf|zero at|do not learn|at its minimum")
 def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_ranks, tmp_path):
     for rank, (error, _) in enumerate(fit(ENDLESS, two_ranks, str(tmp_path))):
         expected_begin = (
-            "EndlessOverflowError: Gradients were inf or nan for 40 steps in a row, up to global"
+            "EndlessOverflowError: Gradients were inf or nan for 40 consecutive steps, up to global"
         )
         assert error.startswith(expected_begin), f"on rank {rank}: {error}"
         for words in (

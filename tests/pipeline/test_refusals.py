@@ -141,7 +141,7 @@ def test_blocks_with_other_things_than_tensors_or_shapes_by_value_are_refused():
 
     inputs = [Boundary((2, 3), torch.float32)]
     cpu = torch.device("cpu")
-    with pytest.raises(ValueError, match="must return a floating-point tensor or a tuple"):
+    with pytest.raises(ValueError, match="must return a floating-point tensor, or a tuple"):
         output_of([Named()], inputs, cpu)
     with pytest.raises(ValueError, match="must have a shape that does not depend on tensor values"):
         output_of([ByValue()], inputs, cpu)

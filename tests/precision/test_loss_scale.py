@@ -89,7 +89,7 @@ def test_a_static_scale_never_moves_and_wins_over_a_checkpoints():
         ({"hysteresis": 0}, r"`hysteresis` \(=0\) must be a whole number of overflows"),
         (
             {"init_scale": 2.0, "min_scale": 4.0},
-            r"`init_scale` \(=2.0\) must lie between `min_scale` \(=4.0\)",
+            r"`init_scale` \(=2.0\) must be between `min_scale` \(=4.0\)",
         ),
     ],
 )

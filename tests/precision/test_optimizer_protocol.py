@@ -84,7 +84,7 @@ def on_rank(patches, scene):
     original = MasterWeightPrecision._step_on_scaled
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # A comparison that is patched to find differences finds writes of the user's, too.
-        warnings.filterwarnings("ignore", ".*was written inside of a training step")
+        warnings.filterwarnings("ignore", ".*was written inside a training step")
         for target, value in patches:
             patch.setattr(target, value)
 
@@ -362,7 +362,7 @@ def test_a_checkpoint_does_not_know_that_the_schedule_is_behind(one_rank, tmp_pa
 def test_endless_overflow_between_logged_steps_is_an_error_at_the_end(one_rank):
     scene = {"bad": range(8), "max_epochs": 6, "log_every_n_steps": 1000, "raises": True}
     ((seen, _),) = run(one_rank, "lars", **scene)
-    assert "inf or nan for 48 steps in a row" in seen.error
+    assert "inf or nan for 48 consecutive steps" in seen.error
     assert "net.1.weight" in seen.error
 
 

@@ -229,7 +229,7 @@ def test_a_schedule_by_epochs_moves_although_its_last_step_was_skipped(two_ranks
 def test_endless_overflow_stops_with_step_scale_and_cause(two_ranks):
     module = partial(Scheduled, batches=range(100), factor=float("nan"))
     for seen in fp16(two_ranks, module, max_epochs=100, raises=True):
-        assert "inf or nan for 40 steps in a row" in seen.error
+        assert "inf or nan for 40 consecutive steps" in seen.error
         assert "The loss scale is 1, " in seen.error
         assert "net.1.weight" in seen.error
         assert all(
@@ -343,8 +343,8 @@ def test_a_rank_whose_loss_depends_on_no_parameter_is_named_at_once(two_ranks, p
     """The other ranks would wait for the gradients of this step until the time-out, and blame the network."""
     scene = {"precision": precision, "raises": True, "max_epochs": 1, "timeout_s": 200.0}
     rank_0, rank_1 = fit(two_ranks, module, **scene)
-    assert "The loss on rank 1 of 2 depends on no trained parameter" in rank_0.error
-    assert "The loss on rank 1 of 2 depends on no trained parameter" in rank_1.error
+    assert "The loss on rank 1 of 2 does not depend on any trained parameter" in rank_0.error
+    assert "The loss on rank 1 of 2 does not depend on any trained parameter" in rank_1.error
     assert "`self.net(x).sum() * 0`" in rank_1.error
 
 

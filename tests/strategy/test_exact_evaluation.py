@@ -258,8 +258,8 @@ def test_fewer_samples_than_ranks_stay_padded_with_a_sentence(four_ranks):
     loader = partial(numbered, 3)
     ranks = exact(four_ranks, train=loader)
     assert sentences(ranks[0]) == [
-        "`exact_evaluation` (=True) leaves a loader of `val_dataloader` as in `ddp`, because it has 3 samples for 4 "
-        "ranks, but every rank needs one: 1 sample of 3 counts twice. Launch 3 ranks."
+        "`exact_evaluation` (=True) has no effect on a loader of `val_dataloader`, because it has 3 samples for 4 "
+        "ranks, but every rank needs one, so 1 sample of 3 counts twice. Launch 3 ranks."
     ]
     of_ddp = validate(four_ranks, train=loader, strategy="ddp")[0].metrics
     assert ranks[0].metrics == pytest.approx(of_ddp, nan_ok=True)
@@ -359,7 +359,7 @@ def test_a_gather_of_unequal_shapes_is_an_error_on_every_rank(two_ranks):
     """Torch would end the process (Gloo), or read beyond the tensor (NCCL)."""
     for seen in exact(two_ranks, module=GathersAtTheEnd, raises=True):
         assert seen.error.startswith(
-            "ValueError: `self.all_gather` needs tensors of one shape, but the ranks have [(51,), (50,)]."
+            "ValueError: `self.all_gather` requires tensors of the same shape, but the ranks have [(51,), (50,)]."
         )
 
 

@@ -151,7 +151,7 @@ def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
         calls=calls,
         error=error,
         notes=notes,
-        warnings=[message for message in messages if "could not be ended" in message],
+        warnings=[message for message in messages if "the cleanup failed with" in message],
     )
 
 
@@ -277,7 +277,7 @@ def test_a_fit_ends_extensions_then_the_engine_then_the_window_then_the_module(t
 def test_extensions_that_are_no_list_of_factories_are_refused():
     for wrong in ([FitExtension()], [partial, "name"], FitExtension(), FitExtension, 3, "name"):
         with pytest.raises(
-            ValueError, match=r"^`extensions` .* must be a list of factories of extensions"
+            ValueError, match=r"^`extensions` .* must be a list of extension factories"
         ):
             HybridAllReduceStrategy(extensions=wrong)
     with pytest.raises(

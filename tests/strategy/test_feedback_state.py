@@ -140,7 +140,9 @@ def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monke
     checkpoint = {"optimizer_states": []}
     extension._feedback = object()
     fit.failures.ending_error = KeyError("label")
-    with pytest.warns(UserWarning, match="saved while KeyError ends this rank has no residuals"):
+    with pytest.warns(
+        UserWarning, match="saved after this rank failed with KeyError contains no residuals"
+    ):
         extension.save(fit, checkpoint)
     assert checkpoint == {"optimizer_states": []}
 

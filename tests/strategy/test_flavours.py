@@ -222,7 +222,7 @@ def test_a_misspelt_name_of_lightning_stays_an_error_of_lightning(of):
 def test_a_class_in_place_of_an_object_is_answered_with_the_call():
     with pytest.raises(
         TypeError,
-        match=r"^`strategy` .* is a class.* Write strategy=HybridAllReduceStrategy\(\)\.$",
+        match=r"^`strategy` .* is a class.* Set strategy=HybridAllReduceStrategy\(\)\.$",
     ):
         Trainer(strategy=lightning_hybrid.HybridAllReduceStrategy, accelerator="cpu", devices=1)
 

@@ -135,7 +135,7 @@ def trained_with(code: str, folder: str):
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks share one node")
+@pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks are on one node")
 @pytest.mark.parametrize("code", CODES)
 def test_the_code_of_the_tables_trains_on_two_ranks(two_ranks, tmp_path, code):
     rank_0, rank_1 = two_ranks.run(trained_with, code, str(tmp_path))

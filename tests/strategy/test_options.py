@@ -22,7 +22,7 @@ REFUSED = [
     (
         Mean,
         {"error_feedback": True},
-        r"`between_nodes.error_feedback` \(=True\) needs a codec .* Write dtype='int8' or 'int4'",
+        r"`between_nodes.error_feedback` \(=True\) requires a codec .* Set dtype='int8' or 'int4'",
     ),
     (
         Mean,
@@ -52,15 +52,19 @@ REFUSED = [
     (
         LocalSteps,
         {"every": 4, "dtype": "fp16"},
-        r"`between_nodes.dtype` \(='fp16'\) cannot carry changes of weights",
+        r"`between_nodes.dtype` \(='fp16'\) cannot be used for weight changes",
     ),
     (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).* Set algorithm='auto'"),
     (
         Comm,
         {"plan": "no/such/plan.json"},
-        r"`comm.plan` \(='no/such/plan.json'\) must be the path of a plan",
+        r"`comm.plan` \(='no/such/plan.json'\) must be the path of a readable plan",
     ),
-    (Comm, {"plan": __file__}, r"`comm.plan` \(=.*test_options.py'\) must be the path of a plan"),
+    (
+        Comm,
+        {"plan": __file__},
+        r"`comm.plan` \(=.*test_options.py'\) must be the path of a readable plan",
+    ),
     (
         Comm,
         {"dtype": "int8"},
@@ -97,7 +101,7 @@ def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, mess
         ({"comm": Comm}, r"`comm` \(=Comm\) must be a Comm object\. Did you mean comm=Comm\(\)\?"),
         (
             {"comm": "ring"},
-            r"`comm` \(='ring'\) must be a Comm object\. Write for example comm=Comm\(algorithm='flat'\)\.",
+            r"`comm` \(='ring'\) must be a Comm object\. Set comm=Comm\(algorithm='flat'\), for example\.",
         ),
         (
             {"between_nodes": "adasum"},

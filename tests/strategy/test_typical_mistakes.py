@@ -60,7 +60,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a codec of no known name": (
         lambda: Mean(dtype="zstd"),
-        "bf16, int8, int4. Leave it out to send gradients as they are.",
+        "bf16, int8, int4. Leave it out to send gradients in their own dtype.",
     ),
     "a misspelt algorithm": (
         lambda: Comm(algorithm="hierachical"),
@@ -73,8 +73,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "accumulation by epochs": (
         lambda: train(accumulate_grad_batches={0: 2, 4: 4}),
-        "`accumulate_grad_batches` (={0: 2, 4: 4}) must be a whole number, 1 or more: it counts the batches of a step. "
-        "Write callbacks=[GradientAccumulationScheduler({0: 2, 4: 4})], of `lightning.pytorch.callbacks`",
+        "`accumulate_grad_batches` (={0: 2, 4: 4}) must be a whole number, 1 or more, because it is the number of "
+        "batches per step. To change the number in later epochs, set callbacks=[GradientAccumulationScheduler("
+        "{0: 2, 4: 4})] from `lightning.pytorch.callbacks`",
     ),
     "accumulation by epochs from Hydra": (
         lambda: train(
@@ -130,15 +131,15 @@ def test_text_and_lists_of_hydra_are_taken_for_numbers():
 @pytest.mark.parametrize(
     ("precision", "advice"),
     [
-        ("32-true", "it is for precision='16-true'."),
-        ("bf16-true", "it is for precision='16-true'."),
+        ("32-true", "it applies only to precision='16-true'."),
+        ("bf16-true", "it applies only to precision='16-true'."),
         ("16-mixed", "and Lightning's own scaler scales the loss of '16-mixed'."),
     ],
 )
 def test_a_loss_scale_that_the_precision_does_not_use_is_named(precision, advice):
     strategy = HybridAllReduceStrategy(loss_scale=1024)
     plugin = type("Plugin", (), {"precision": precision})()
-    words = f"`loss_scale` (=StaticLossScale) has no effect with precision={precision!r}: "
+    words = f"`loss_scale` (=StaticLossScale) has no effect with precision={precision!r}, because "
     with pytest.warns(UserWarning, match=f"^{re.escape(words)}.*{re.escape(advice)}"):
         warn_of_unused_loss_scale(strategy._options.loss_scale, plugin)
 

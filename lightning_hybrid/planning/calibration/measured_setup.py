@@ -29,8 +29,8 @@ def check_same_on_all_ranks(answers: list[dict[str, Any]]) -> None:
 
     >>> check_same_on_all_ranks([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
     Traceback (most recent call last):
-    ValueError: `measure.dtype` (='float32' on rank 1) must be the same on all ranks: it is 'float16' on rank 0. Start \
-every rank with the same command.
+    ValueError: `measure.dtype` (='float32' on rank 1) must be the same on all ranks, but it is 'float16' on rank 0. \
+Start every rank with the same command.
     """
     for rank, values in enumerate(answers):
         for name, value in values.items():

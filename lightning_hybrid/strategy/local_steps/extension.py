@@ -50,8 +50,8 @@ def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension |
     if fit.topology.num_nodes > 1:
         return LocalStepsExtension(fit, steps)
     rank_zero_warn(
-        f"`between_nodes` (={steps!r}) has no effect, because all ranks share one node and every step "
-        "averages their gradients. Leave it out, or set `ranks_per_node`."
+        f"`between_nodes` (={steps!r}) has no effect, because all ranks are on one node, where every step averages "
+        "their gradients. Leave it out, or set `ranks_per_node`."
     )
     return None
 
@@ -137,9 +137,9 @@ class LocalStepsExtension(FitExtension):
         is_uncounted = batch_idx == self.steps.every and num_steps == 0
         if is_uncounted and not fit.module.automatic_optimization:
             rank_zero_warn(
-                f"`between_nodes.every` (={self.steps.every}) counts `trainer.global_step`, which is still 0 "
-                f"after {batch_idx} batches, so nodes do not average their weights. Step the optimizers that "
-                "`self.optimizers()` returns, not the ones inside them."
+                f"`between_nodes.every` (={self.steps.every}) counts `trainer.global_step`, which is still 0 after "
+                f"{batch_idx} batches, so nodes do not average their weights. Call `step` on the optimizers that "
+                "`self.optimizers()` returns, not on the optimizers that they wrap."
             )
 
     def _separate_nodes(self, fit: RunningFit, nodes: IndependentNodes) -> None:

@@ -167,7 +167,7 @@ class NodeSlicesExtension(FitExtension):
         Collective: every rank must call it, in the same order.
         """
         fit.failures.refuse_to_save_alone(
-            "`node_slices`", "layers are cut over the ranks of the node"
+            "`node_slices`", "layers are sliced over the ranks of the node"
         )
         self._sliced_fit.is_saving = True
         try:

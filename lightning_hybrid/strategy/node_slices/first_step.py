@@ -180,9 +180,9 @@ class FirstStep:
             names = " and ".join(f"`{name}`" for name in self._open_pair)
             num_slices = dist.get_world_size(self._slices.node)
             error.add_note(
-                f"`node_slices` cuts {names}, and between them each rank has 1/{num_slices} of the features. Whole "
-                "layers compute this step without an error. Give layers that run in parallel to these the same cut, or "
-                "leave the names out."
+                f"`node_slices` slices {names}, so between them each rank has 1/{num_slices} of the features. With "
+                "full layers, this step runs without an error. Slice layers that run in parallel to these in the same "
+                "way, or leave the names out."
             )
         raise error
 
@@ -304,11 +304,11 @@ class FirstStep:
         if difference:
             first, last = names
             self._report(
-                f"The input of `{last}` ({difference}) must be the same whether `node_slices` cuts `{first}` and "
-                f"`{last}` or leaves them whole, but it differs in the first training step. Between them only "
-                "operations on single features are allowed, and attention whose heads are counted by `view(b, t, -1, "
-                "head_dim)` and not by `num_heads`. Move softmax, normalization and other operations over features out "
-                "of the pair, or leave these names out."
+                f"The input of `{last}` ({difference}) must be the same with and without `node_slices` for `{first}` "
+                f"and `{last}`, but it differs in the first training step. Between these layers, only operations on "
+                "single features are allowed, and attention that computes the number of heads with `view(b, t, -1, "
+                "head_dim)` instead of `num_heads`. Move softmax, normalization and other operations over features "
+                "out of the pair, or leave these names out."
             )
 
     def compare_output(self, name: str, output: Any, record: _PairRecord | _OutputRecord) -> None:
@@ -320,10 +320,10 @@ class FirstStep:
         if difference:
             names = ", ".join(self._slices.names)
             self._report(
-                f"The output of `{name}` ({difference}) must be the same whether `node_slices` cuts layers or leaves "
-                "them whole, but it differs in the first training step. Code that reads the weight of such a layer, as "
-                "`F.linear(x, self.embedding.weight)` does, gets the slice of one rank. Call the layer, or leave its "
-                f"name out of `node_slices` (={names})."
+                f"The output of `{name}` ({difference}) must be the same with and without `node_slices`, but it "
+                "differs in the first training step. Code that reads the weight of a sliced layer, such as "
+                "`F.linear(x, self.embedding.weight)`, gets the slice of one rank. Call the layer, or leave its name "
+                f"out of `node_slices` (={names})."
             )
 
     def _difference_of_outputs(self, output: Any, record: _PairRecord) -> str:

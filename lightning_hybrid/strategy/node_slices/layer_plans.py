@@ -41,8 +41,8 @@ def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator
             if isinstance(layer, nn.Linear):
                 linear_layers.append(name)
         raise ValueError(
-            f"`node_slices` (={names}) must be names of layers, as the network registers them, and {error}. Its linear "
-            f"layers are {', '.join(linear_layers) or 'none'}: write one of these, or leave the name out."
+            f"`node_slices` (={names}) must be names of layers of the network, but {error}. Set one of its linear "
+            f"layers ({', '.join(linear_layers) or 'none'}), or leave the name out."
         ) from None
 
     full_names = tuple(_joined(prefix, name) for name in names)
@@ -52,9 +52,8 @@ def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator
     planned_groups = list(_planned(layers[0], full_names[0]))
     if not planned_groups:
         raise ValueError(
-            f"`{full_names[0]}` (={type(layers[0]).__name__}) in `node_slices` must define how it is "
-            "sliced, but it has no `tensor_plan()` and none of its layers is one of "
-            f"{', '.join(READY_PLANS)}. Name pairs of its layers."
+            f"`{full_names[0]}` (={type(layers[0]).__name__}) in `node_slices` must define how it is sliced, but it "
+            f"has no `tensor_plan()` and contains none of {', '.join(READY_PLANS)}. Set pairs of its layers instead."
         )
     yield from planned_groups
 

@@ -55,9 +55,8 @@ def refuse_layers(
     for group in layers:
         if len(group) not in (1, 2):
             raise ValueError(
-                f"`node_slices` (={group}) must have groups of one name, or of two names that form a pair, "
-                "because the first and the second layer of a pair are sliced in different ways. Write "
-                '(("fc6", "fc7"), ("fc8",)).'
+                f"`node_slices` (={group}) must contain groups of one name, or of two names that form a pair, because "
+                'the two layers of a pair are sliced differently. Set, for example, (("fc6", "fc7"), ("fc8",)).'
             )
         first = module.get_submodule(group[0])
         last = module.get_submodule(group[-1])
@@ -88,10 +87,9 @@ def _refuse_layer(layer: nn.Module, name: str, *, is_pruned: bool) -> None:
     is_plain = type(layer) in _TYPES and _PLAIN_PARAMETERS.issuperset(features)
     if not is_plain or "sliced" in vars(layer):
         raise ValueError(
-            f"`{name}` (={type(layer).__name__} with {', '.join(features)}) must be a torch.nn.Linear, "
-            "Embedding or MultiheadAttention with plain parameters to be sliced by `node_slices`. "
-            "Subclasses, pruning, `weight_norm` and similar options need whole tensors. Leave its name "
-            "out."
+            f"`{name}` (={type(layer).__name__} with {', '.join(features)}) must be a torch.nn.Linear, Embedding or "
+            "MultiheadAttention with plain parameters to be sliced by `node_slices`, because subclasses, pruning, "
+            "`weight_norm` and similar options need full tensors. Leave its name out."
         )
 
 
@@ -108,8 +106,8 @@ def _refuse_pair(
     if any(id(parameter) not in cut_parameters for parameter in first.parameters()):
         raise ValueError(
             f"`{group[0]}` (={type(first).__name__}) must have no parameters except those of its linear layers to be "
-            "cut by `node_slices`, because the gradients of others would come from one rank's slice only. Name a pair "
-            "within it."
+            "sliced by `node_slices`, because the gradients of other parameters would be computed from the slice of "
+            "one rank only. Set a pair of layers within it."
         )
 
     num_heads: Any = 0
@@ -126,9 +124,9 @@ def _refuse_pair(
         if num_heads:
             out_features += f" in {num_heads} heads"
         raise ValueError(
-            f"`out_features` of `{group[0]}` (={out_features}) must be a multiple of the {num_slices} ranks of a node, "
-            f"as its heads, and `in_features` of `{group[1]}` (={num_features}), because each rank continues with the "
-            "features that it has. Change them, or leave the names out."
+            f"`out_features` of `{group[0]}` (={out_features}) must be a multiple of the {num_slices} ranks of a "
+            f"node, and so must its number of heads and `in_features` of `{group[1]}` (={num_features}), because each "
+            "rank computes an equal slice of the features. Change these sizes, or leave the names out."
         )
 
 
@@ -147,9 +145,9 @@ def _refuse_ties(
             is_cut_in_two_ways = key in weights_of_rows and weights_of_cut_layers.count(key) > 1
             if not is_cut or is_cut_in_two_ways:
                 raise ValueError(
-                    f"`{name}` (={type(layer).__name__}) must not share its weight with a layer that "
-                    "`node_slices` slices differently or not at all, because that layer would compute with a "
-                    "slice. Untie the weight, or leave the names out."
+                    f"`{name}` (={type(layer).__name__}) must not share its weight with a layer that `node_slices` "
+                    "slices differently or not at all, because that layer would use a slice instead of the full "
+                    "weight. Untie the weight, or leave the names out."
                 )
 
 

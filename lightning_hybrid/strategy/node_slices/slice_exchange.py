@@ -98,17 +98,16 @@ class NodeRanks:
         batch_sizes, image_bytes = gathered.view(-1, 2).T.tolist()
         if len(set(batch_sizes)) > 1:
             raise ValueError(
-                f"The batch (={images.shape[0]} images here) must have the same size on all ranks that share "
-                f"a layer (they have {batch_sizes}), because images are gathered. Set drop_last=True in the "
-                "DataLoader."
+                f"The batch (={images.shape[0]} images) must have the same size on all ranks that share a layer, "
+                f"because images are gathered, but the sizes are {batch_sizes}. Set drop_last=True in the DataLoader."
             )
         if len(set(image_bytes)) > 1:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ValueError(
-                f"The arguments (of shapes {shapes} here) of layers in `node_slices` must have the same "
-                "shapes on all ranks of a node, because they are gathered. Pad to one length, and pass "
-                "`transformers` a mask of 4 dimensions, `[b, 1, 1, t]`, because it drops other masks if a "
-                "batch has no padding."
+                f"The arguments (of shapes {shapes} on this rank) of layers in `node_slices` must have the same "
+                "shapes on all ranks of a node, because they are gathered. Pad sequences to one length. Pass a mask "
+                "with 4 dimensions, `[b, 1, 1, t]`, to `transformers`, because it drops other masks if a batch has no "
+                "padding."
             )
 
 

@@ -265,10 +265,10 @@ class HeadsAttention(SlicedLayer):
         is_mask_for_all_heads = attn_mask is None or attn_mask.dim() == 2
         if need_weights or query.dim() != 3 or not is_mask_for_all_heads:
             raise ValueError(
-                f"`need_weights` (={need_weights}) must be False in an attention layer of `node_slices`, its "
-                f"input (of {query.dim()} dimensions) must be a batch of sequences, and `attn_mask` must have "
-                "2 dimensions, because no rank has the attention of all heads. Change the call, or leave the "
-                "layer out."
+                f"`need_weights` (={need_weights}) must be False in an attention layer of `node_slices`, its input "
+                f"(of {query.dim()} dimensions) must be a batch of sequences, and `attn_mask` must have 2 dimensions, "
+                "because each rank has only some of the heads. Change the call, or leave the layer out of "
+                "`node_slices`."
             )
 
         # A tensor passed as several arguments stays one object, because the entrance sends each object once.
@@ -383,8 +383,8 @@ class Entrance:
     def _gather_tensor(self, tensor: Tensor, num_images: int) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] not in (1, num_images):
             raise ValueError(
-                f"An input (of shape {tuple(tensor.shape)}) of layers in `node_slices` must have one entry "
-                f"for each of the {num_images} images, or one entry for all, because the inputs of the node "
+                f"An input (of shape {tuple(tensor.shape)}) of layers in `node_slices` must have one entry for each "
+                f"of the {num_images} images, or one entry for all images, because the inputs of all ranks of a node "
                 "are gathered. Leave these layers out of `node_slices`."
             )
         # One entry for all samples becomes one entry for each sample of its rank.

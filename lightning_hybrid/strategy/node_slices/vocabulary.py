@@ -144,7 +144,7 @@ def _rows_in_slice(
             if ignored is not None:
                 exception = f", or {ignored}, whose loss is 0"
             raise IndexError(
-                f"`targets` or tokens (={numbers.min()} to {numbers.max()}) must be from 0 to "
+                f"`targets` or tokens (from {numbers.min()} to {numbers.max()}) must be from 0 to "
                 f"{num_rows - 1}{exception}. Check the labels."
             )
 

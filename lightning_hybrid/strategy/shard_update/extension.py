@@ -117,7 +117,7 @@ class ShardUpdateExtension(FitExtension):
         Collective: every rank must call it, in the same order.
         """
         fit.failures.refuse_to_save_alone(
-            self._name, "masters and optimizer state are in parts on several ranks"
+            self._name, "fp32 master weights and optimizer state are sharded over several ranks"
         )
         self._sharded_fit.collect_masters()
         try:

@@ -112,10 +112,10 @@ class ParameterShard:
         if parameter.dtype is not whole.dtype or not has_same_layout:
             raise RuntimeError(
                 f"`{self.name}.data` was replaced by a tensor of shape {tuple(parameter.shape)}, strides "
-                f"{parameter.stride()} and dtype {parameter.dtype}. With `shard_update` this parameter keeps shape "
-                f"{tuple(whole.shape)}, strides {whole.stride()} and dtype {whole.dtype} during the fit, as each rank "
-                "updates a part of it, cut in the order of memory. Write into it with `p.copy_(value)` under "
-                "`torch.no_grad()`."
+                f"{parameter.stride()} and dtype {parameter.dtype}. With `shard_update`, this parameter must keep "
+                f"shape {tuple(whole.shape)}, strides {whole.stride()} and dtype {whole.dtype} during training, "
+                "because each rank updates a contiguous shard of it. Write into the parameter with `p.copy_(value)` "
+                "under `torch.no_grad()`."
             )
         if parameter.data_ptr() != whole.data_ptr():
             self.whole = parameter.detach()

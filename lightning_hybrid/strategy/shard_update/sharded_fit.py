@@ -232,9 +232,9 @@ class ShardedFit:
         """
         if self.scatter is not None and self.scatter.is_on and not self.is_unobserved(module):
             raise RuntimeError(
-                "`shard_update` averaged the gradients of this step only for the ranks that update them, but "
-                "after the batch began, gradient clipping, a hook or an optimizer step hook was added that "
-                "reads gradients. Register it before training starts, or between two batches."
+                "`shard_update` averaged the gradients of this step only on the ranks that update them, but gradient "
+                "clipping, a hook or an optimizer step hook that reads gradients was added after the batch began. "
+                "Register it before training starts, or between two batches."
             )
 
     # ---- update ----------------------------------------------------------------------------------------------------

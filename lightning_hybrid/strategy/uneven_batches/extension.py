@@ -78,7 +78,7 @@ class UnevenBatchesExtension(FitExtension):
         count = getattr(self._module, _COUNT, None)
         if callable(count):
             number: int = count(batch)
-            why = "gradients of ranks are weighted by it. Return 0 for a batch that must not count"
+            why = "the gradients of a rank are weighted by it. Return 0 for a batch that must not count"
             require_whole(f"{_COUNT}(batch)", number, why, least=0, unit="samples")
             return number
         misconfigured = lightning_types("fabric.utilities.exceptions.MisconfigurationException")
@@ -86,9 +86,9 @@ class UnevenBatchesExtension(FitExtension):
             number = lightning_function("pytorch.utilities.data.extract_batch_size")(batch)
         except (RecursionError, *misconfigured) as error:
             raise ValueError(
-                f"{_OPTION} weights ranks by the number of samples, and a batch of type {type(batch).__name__} does "
-                f"not tell it: it holds no tensor. Add a method `{_COUNT}(self, batch)` to "
-                f"{type(self._module).__name__} that returns the number."
+                f"{_OPTION} weights ranks by their number of samples, but the number in a batch of type "
+                f"{type(batch).__name__} is unknown, because the batch contains no tensor. Add a method "
+                f"`{_COUNT}(self, batch)` to {type(self._module).__name__} that returns the number."
             ) from error
         return number
 

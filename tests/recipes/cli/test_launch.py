@@ -118,7 +118,7 @@ WITH_KEYS = {
         "between_nodes=Mean() is strategy/between_nodes=mean",
     ],
     "strategy.comm.algorithm=flat strategy/between_nodes=adasum": [
-        "Leave `comm.algorithm` out, or write between_nodes=Mean()",
+        "Leave `comm.algorithm` out, or set between_nodes=Mean()",
         "`comm.algorithm` is strategy.comm.algorithm",
         "between_nodes=Mean() is strategy/between_nodes=mean",
     ],

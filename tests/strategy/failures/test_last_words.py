@@ -152,7 +152,7 @@ def test_a_notebook_is_told_our_name_for_notebooks_and_a_fork_is_not_refused(
     monkeypatch, kind, name
 ):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(MisconfigurationException, match=f"Write strategy='{name}_notebook'"):
+    with pytest.raises(MisconfigurationException, match=f"Set strategy='{name}_notebook'"):
         kind(strategy=name, devices=2, accelerator="cpu")
     assert (
         kind(strategy=f"{name}_notebook", devices=2, accelerator="cpu").strategy._start_method

@@ -356,7 +356,9 @@ def test_an_error_on_one_node_within_a_period_ends_the_other_and_names_the_rank(
 def test_on_one_node_a_warning_says_that_there_is_nothing_to_do(two_ranks):
     plain = local(two_ranks, 1, ranks_per_node=2, warns=True)
     ranks = local(two_ranks, 2, ranks_per_node=2, warns=True)
-    words = "`between_nodes` (=LocalSteps(every=2)) has no effect, because all ranks share one node"
+    words = (
+        "`between_nodes` (=LocalSteps(every=2)) has no effect, because all ranks are on one node"
+    )
     for rank, seen in enumerate(ranks):
         assert any(text.startswith(words) for text in seen.warnings) == (rank == 0)
         assert same(final(seen), final(plain[rank]))

@@ -429,14 +429,14 @@ def test_a_weight_that_a_whole_layer_shares_or_that_is_cut_in_two_ways_is_refuse
 def test_unknown_names_and_groups_of_three_are_refused():
     net = nn.ModuleDict({"fc8": nn.Linear(2, 2), "act": nn.ReLU()})
     texts = {
-        "fc9": r"^`node_slices` \(=\('fc9',\)\) must be names .* has no attribute `fc9`. Its linear layers are fc8",
+        "fc9": r"^`node_slices` \(=\('fc9',\)\) must be names .* has no attribute `fc9`. Set one of its .* \(fc8",
         "act": r"^`act` \(=ReLU\) in `node_slices` must define how it is sliced",
     }
     for name, text in texts.items():
         net.node_slices = ((name,),)
         with pytest.raises(ValueError, match=text):
             requested_layers(net)
-    with pytest.raises(ValueError, match=r"must have groups of one name, or of two names"):
+    with pytest.raises(ValueError, match=r"must contain groups of one name, or of two names"):
         refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
 
 
@@ -505,7 +505,7 @@ def test_a_state_dict_on_rank_zero_alone_is_an_error_that_names_it(two_ranks, tm
     (shapes_0, error_0), (shapes_1, error_1) = two_ranks.run(state_on_rank_zero, str(tmp_path))
     assert shapes_0 == [(16, 10)], "whole if all ranks call it"
     assert shapes_1 == [(16, 10)], "whole if all ranks call it"
-    expected = "RuntimeError: `state_dict()` must be called on all ranks, because layers of `node_slices` (=['net."
+    expected = "RuntimeError: `state_dict()` must be called on all ranks, because the layers in `node_slices` (=['net."
     assert error_0.startswith(expected)
     assert "rank 1 did not call it within 1 s" in error_0
     assert error_1.startswith("FloatingPointError: rank zero has ended")

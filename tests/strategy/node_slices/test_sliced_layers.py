@@ -178,9 +178,12 @@ def refusals():
 def test_inputs_that_ranks_cannot_compute_together_are_an_error_on_every_rank(two_ranks):
     for errors in two_ranks.run(refusals):
         targets, tokens, batch, weights, heads, alone, part = errors
-        assert "`targets` or tokens (=0 to 7) must be from 0 to 5, or -100" in targets
-        assert "`targets` or tokens (=0 to 7) must be from 0 to 6. Check" in tokens
-        assert "must have the same size on all ranks that share a layer (they have [2, 3])" in batch
+        assert "`targets` or tokens (from 0 to 7) must be from 0 to 5, or -100" in targets
+        assert "`targets` or tokens (from 0 to 7) must be from 0 to 6. Check" in tokens
+        assert (
+            "must have the same size on all ranks that share a layer, because images are gathered, "
+            "but the sizes are [2, 3]" in batch
+        )
         assert weights.startswith("ValueError: `need_weights` (=True) must be False")
         assert heads.startswith("ValueError: `need_weights` (=False) must be False")
         assert "must have the same shapes on all ranks of a node" in alone

@@ -215,7 +215,7 @@ def test_a_hook_that_is_added_within_a_step_and_may_look_at_gradients_is_refused
     scene = {"module": partial(LooksLate, lars), "comm": comm, "raises": True}
     for seen in fit(two_ranks, lars, **scene):
         assert (
-            "averaged the gradients of this step only for the ranks that update them" in seen.error
+            "averaged the gradients of this step only on the ranks that update them" in seen.error
         ), seen.error
 
 

@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "no tensor": (
         {"train": texts},
-        "a batch of type list does not tell it: it holds no tensor. Add a method `count_samples",
+        "in a batch of type list is unknown, because the batch contains no tensor. Add a method `count_samples",
     ),
     "wrong number": (
         {"module": CountsWrongly},
