@@ -73,7 +73,7 @@ REFUSED = [
     (
         Report,
         {"link_bytes_per_s": 0},
-        r"`report.link_bytes_per_s` \(=0\) must be a number in \(0, inf\): it is the bytes",
+        r"`report.link_bytes_per_s` \(=0\) must be a number in \(0, inf\): it is the bandwidth",
     ),
     (Report, {"trace_dir": 5}, r"`report.trace_dir` \(=5\) must be the path of a folder, or None"),
 ]
