@@ -87,8 +87,8 @@ def check_tune_keys(cfg: DictConfig) -> None:
         raise ValueError(
             f"`world.devices` (={cfg.world.devices}) and `world.num_nodes` "
             f"(={cfg.world.num_nodes}) must give at least two ranks, because links between ranks "
-            "are measured. Set world.devices=<ranks of a node>, or start it with torchrun on "
-            "several nodes."
+            "are measured. Set world.devices=<ranks of a node>, or start the command with "
+            "torchrun on several nodes."
         )
     if not str(cfg.name).isidentifier():
         raise ValueError(
@@ -104,7 +104,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
     except OSError as error:
         raise ValueError(
             f"`hydra.run.dir` (={folder}) must be a writable folder: {error.strerror}. Set "
-            "hydra.run.dir=<folder>, so that the measurements are not lost."
+            "hydra.run.dir=<folder> to a folder for the measurements."
         ) from error
 
 
@@ -158,9 +158,9 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
     except RuntimeError as error:
         raise ValueError(
             f"`world` (={fabric.world_size} ranks) must be able to connect: {first_line(error)}. "
-            f"Start all ranks within measure.timeout_s={asked.timeout_s:g} s of each other, and "
-            "check that they reach each other on the interface that GLOO_SOCKET_IFNAME (on GPUs "
-            "NCCL_SOCKET_IFNAME) names, or, if unset, on that of the host's name."
+            f"Start all ranks within measure.timeout_s={asked.timeout_s:g} s of each other. Check "
+            "that they reach each other over the network interface in GLOO_SOCKET_IFNAME "
+            "(NCCL_SOCKET_IFNAME on GPUs). If it is unset, the interface of the host name is used."
         ) from error
     check_same_on_all_ranks(answers)
     validate(topology)

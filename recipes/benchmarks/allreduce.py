@@ -57,8 +57,9 @@ class AllReduceBench:
         if not 0 < self.min_bytes <= self.max_bytes or self.factor < 2:
             raise ValueError(
                 f"`min_bytes`, `max_bytes`, `factor` (={self.min_bytes}, {self.max_bytes}, "
-                f"{self.factor}) must be two ascending sizes and a whole number above 1. The sizes "
-                "are min_bytes * factor**k, up to max_bytes."
+                f"{self.factor}) must be two sizes in ascending order and a whole number above 1. "
+                "Sizes from min_bytes to max_bytes are measured, each `factor` times the previous "
+                "one."
             )
         for name in self.dtypes:
             if name not in DTYPES:
@@ -129,8 +130,8 @@ class AllReduceBench:
             arm(ones)
             if not torch.equal(ones, torch.full_like(ones, topology.world_size)):
                 raise RuntimeError(
-                    f"`{name}` computed a wrong all-reduce of {num_bytes} bytes in {dtype} on rank "
-                    f"{topology.rank}"
+                    f"`{name}` computed a wrong result for an all-reduce of {num_bytes} bytes in "
+                    f"{dtype} on rank {topology.rank}"
                 )
         # sums of zeros never overflow
         flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)

@@ -138,8 +138,8 @@ class PartsBench:
         _require_names("dtypes", self.dtypes, DTYPES)
         if PLANNED in self.arms and self.gradients and self.cluster is None:
             raise ValueError(
-                f"`arms` (={PLANNED}) needs a `cluster`, for which the planner chooses the plan. Set "
-                "cluster=<name>, or remove this arm."
+                f"`arms` (={PLANNED}) needs a `cluster`, because the planner chooses the plan for "
+                "it. Set cluster=<name>, or remove this name from `arms`."
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
@@ -166,8 +166,8 @@ class PartsBench:
         described = (cluster.num_nodes, cluster.ranks_per_node)
         if described != (topology.num_nodes, topology.ranks_per_node):
             raise ValueError(
-                f"`cluster` (={described[0]} nodes x {described[1]} ranks) must match the job, which "
-                f"has {topology.num_nodes} nodes with "
+                f"`cluster` (={described[0]} nodes x {described[1]} ranks) must match the job, but "
+                f"the job has {topology.num_nodes} nodes with "
                 f"{topology.ranks_per_node or 'unequal numbers of'} ranks. Set world.num_nodes and "
                 "cluster.links.ranks_per_node, or leave `cluster` out."
             )
@@ -318,8 +318,8 @@ def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
         low, high = bucket.aminmax()
         if float(low) != num_ones or float(high) != num_ones:
             raise RuntimeError(
-                f"`{name}` computed a wrong all-reduce of bucket {index}: values from {float(low)} to "
-                f"{float(high)} instead of {num_ones}"
+                f"`{name}` computed a wrong result for the all-reduce of bucket {index}: values from "
+                f"{float(low)} to {float(high)} instead of {num_ones}"
             )
 
 

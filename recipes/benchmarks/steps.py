@@ -146,23 +146,25 @@ class StepBench:
             try:
                 self._arm(name).strategy()
             except ValueError as error:
-                raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
+                raise ValueError(
+                    f"`steps.{key}` (={name!r}) is not a known variant: {error}"
+                ) from error
         if self.overlap in (STOCK, COMPRESSED):
             raise ValueError(
-                f"`overlap` (={self.overlap}) must be a hybrid arm. Set it to auto or to the name of "
-                "an algorithm."
+                f"`overlap` (={self.overlap}) must be auto or the name of an all-reduce algorithm of "
+                "`hybrid_allreduce`. Set overlap=auto, for example."
             )
         if self.overlap is not None and (computed := WITH_ARITHMETIC.intersection(self.gradients)):
             raise ValueError(
-                f"`overlap` (={self.overlap}) and `gradients` (={min(computed)}) cannot be combined: "
-                "the backward of this set computes, and its length cannot be set. Use the set "
-                "without arithmetic."
+                f"`overlap` (={self.overlap}) and `gradients` (={min(computed)}) cannot be combined, "
+                "because `overlap` needs a backward as long as the communication, but the arithmetic of "
+                "this gradient set fixes the duration of backward. Use another gradient set."
             )
         if self.num_warmup_steps < 2:
             raise ValueError(
-                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more, because buckets "
-                "are rebuilt after the first step. Times are measured from the end of one step to "
-                "the end of the next."
+                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more, because "
+                "DistributedDataParallel rebuilds its buckets after the first step. Set "
+                "num_warmup_steps=3."
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:

@@ -108,7 +108,7 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
         else:
             hint = ""
         raise ValueError(
-            f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another "
+            f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or a key that another "
             f"key refers to as ${{{name}}}. {hint}The keys are {', '.join(sorted(read))}."
         )
     # Check before resolving, because a resolver would report a wrong value under the name of another key.
@@ -118,7 +118,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
     except WrongValueError as error:
         if isinstance(source := values.get(error.key), str) and "${" in source:
             raise ValueError(
-                f"{error} The key is set to {source}: correct the key that this refers to."
+                f"{error} The key is set to {source}. Correct the key that this expression refers "
+                "to."
             ) from None
         raise
 
@@ -143,8 +144,9 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
     # Check values first, because a wrong value is more informative than the missing key that it may cause.
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
-            f"`{missing[0]}` must be in the configuration. Remove ~{missing[0]} from the command "
-            f"line, or choose a file of conf/{missing[0]} if it is a group."
+            f"`{missing[0]}` must be in the configuration, but it was removed. Remove "
+            f"~{missing[0]} from the command line, or choose a file of conf/{missing[0]} if it is "
+            "a group."
         )
     _require(_schema(keys), {key: values[key] for key in keys}, "", "")
 

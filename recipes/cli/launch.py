@@ -64,7 +64,7 @@ OWN_MESSAGE = re.compile(
 )
 
 NOT_TOGETHER = (
-    "`WORLD_SIZE` ranks must connect at MASTER_ADDR:MASTER_PORT, and one did not connect "
+    "`WORLD_SIZE` ranks must connect at MASTER_ADDR:MASTER_PORT, but one did not connect "
     "or exited. See the output of that rank, and check that no firewall blocks the "
     "connection"
 )
@@ -343,8 +343,8 @@ def finish(exit_code: int) -> None:
         from lightning.pytorch.utilities import rank_zero_warn
 
         rank_zero_warn(
-            f"W&B's files of this run are incomplete ({error.strerror}), and `wandb sync` will "
-            "only send what they contain. All logged metrics are in curves.json of the run "
+            f"The W&B files of this run are incomplete ({error.strerror}), so `wandb sync` can "
+            "only upload part of the metrics. All logged metrics are in curves.json of the run "
             "directory, or in the report of a resumed run."
         )
 

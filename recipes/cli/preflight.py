@@ -99,9 +99,9 @@ environment variable: start the job with one of them, or `unset RANK`.
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
         raise ValueError(
-            f"`{name}` (={value!r}) must be a whole number, at least 0. The launcher, torchrun or "
-            "srun, sets this environment variable: start the job with one of them, or `unset "
-            f"{name}`."
+            f"`{name}` (={value!r}) must be a whole number, at least 0, because launchers such as "
+            "torchrun and srun set this environment variable. Start the job with one of them, or "
+            f"`unset {name}`."
         )
     return int(value)
 
@@ -131,14 +131,14 @@ sets both, or unset both.
         for name in _OF_SLURM:
             if name not in variables:
                 raise ValueError(
-                    f"`{name}` must be set if `SLURM_NTASKS` is set, because it tells each rank which one "
-                    "it is. Start the job with srun, which sets both, or `unset SLURM_NTASKS`."
+                    f"`{name}` must be set if `SLURM_NTASKS` is set, because each process reads its rank "
+                    "from it. Start the job with srun, which sets both, or `unset SLURM_NTASKS`."
                 )
     elif "LOCAL_RANK" in variables and not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
         raise ValueError(
             f"`LOCAL_RANK` (={variables['LOCAL_RANK']}) must be set together with MASTER_ADDR and "
-            "MASTER_PORT, because it means that a launcher started this rank. Start the job with "
-            "torchrun, or `unset LOCAL_RANK`."
+            "MASTER_PORT, because a launcher sets all three. Start the job with torchrun, or "
+            "`unset LOCAL_RANK`."
         )
     launch_values = {
         name: whole_number(name, variables) for name in (*_COUNTS, *_OF_SLURM) if name in variables
@@ -155,9 +155,9 @@ sets both, or unset both.
             and launch_values[rank] >= launch_values[size]
         ):
             raise ValueError(
-                f"`{rank}` (={launch_values[rank]}) must be below `{size}` "
-                f"(={launch_values[size]}): ranks count from 0. Start the job "
-                f"with {'srun' if rank.startswith('SLURM') else 'torchrun'}, which sets both, or unset both."
+                f"`{rank}` (={launch_values[rank]}) must be below `{size}` (={launch_values[size]}), "
+                "because ranks count from 0. Start the job with "
+                f"{'srun' if rank.startswith('SLURM') else 'torchrun'}, which sets both, or unset both."
             )
     parts = [
         launch_values.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
@@ -225,8 +225,8 @@ WANDB_MODE=offline.
     threads = variables.get("OMP_NUM_THREADS", "1")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")):
         raise ValueError(
-            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero. OpenMP ignores "
-            "any other value and uses all cores in each rank: set OMP_NUM_THREADS=1."
+            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero, because OpenMP "
+            "ignores any other value and uses all cores in each rank. Set OMP_NUM_THREADS=1."
         )
 
 
@@ -266,7 +266,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
         port = None
     if port is not None and not 0 < port < 65536:
         raise ValueError(
-            f"`MASTER_PORT` (={port}) must be a port from 1 to 65535. Set another one, or `unset "
+            f"`MASTER_PORT` (={port}) must be a port from 1 to 65535. Set another port, or `unset "
             "MASTER_PORT`."
         )
     try:
@@ -295,8 +295,9 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
                 is_there = name in there
             if not is_there:
                 raise ValueError(
-                    f"`{variable}` (={names}) must name interfaces of this host, and {name} is not one of "
-                    f"{', '.join(there)}. Set it to one of them, or `unset {variable}`."
+                    f"`{variable}` (={names}) must name network interfaces of this host, but {name} is "
+                    f"not one of {', '.join(there)}. Set {variable} to one of these, or `unset "
+                    f"{variable}`."
                 )
 
 
@@ -324,9 +325,9 @@ def _check_free(port: int) -> None:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             raise ValueError(
-                f"`MASTER_PORT` (={port}) must be a port that this process may open: "
-                f"{error.strerror}. Set another one, or `unset MASTER_PORT` to let a run on one host "
-                "choose a free port."
+                f"`MASTER_PORT` (={port}) must be a port that this process can listen on: "
+                f"{error.strerror}. Set another port, or `unset MASTER_PORT` to let a run on one "
+                "host choose a free port."
             ) from error
 
 
@@ -460,9 +461,9 @@ def check_resume(resume: Any) -> None:
     if not _is_path(resume) or resume == "auto" or Path(resume).is_file():
         return
     raise ValueError(
-        f"`resume` (={resume}) must be a checkpoint file, and there is no such file in "
-        f"{Path.cwd()}. Set resume=<run directory>/checkpoints/last.ckpt, or resume=auto with "
-        "its hydra.run.dir=... to use the newest checkpoint."
+        f"`resume` (={resume}) must be a checkpoint file, but there is no such file in "
+        f"{Path.cwd()}. Set resume=<run directory>/checkpoints/last.ckpt, or set "
+        "hydra.run.dir=<run directory> and resume=auto to use its newest checkpoint."
     )
 
 

@@ -138,8 +138,9 @@ class StudyPlan:
             _check_arm(f"study.arms.{arm_name}", arm)
         if not self.testing.seeds:
             raise ValueError(
-                "`study.testing.seeds` (=[]) must have at least one seed, because every arm is "
-                "tested with each of them. Set study.testing.seeds=[1,2,3]."
+                "`study.testing.seeds` (=[]) must contain at least one seed, because every "
+                "variant in `study.arms` is tested with each seed. Set "
+                "study.testing.seeds=[1,2,3]."
             )
         if self.tuning.seed in self.testing.seeds:
             raise ValueError(
@@ -159,13 +160,15 @@ class StudyPlan:
             if name not in self.arms:
                 arm_names = ", ".join(self.arms)
                 raise ValueError(
-                    f"`{key}` (={name}) must be one of the arms: {arm_names}. Set {key} to one of them."
+                    f"`{key}` (={name}) must be one of the variants in `study.arms`: {arm_names}. Set {key} "
+                    "to one of them."
                 )
         shares = self.arms[self.base].shares
         if len(shares) != 1:
             raise ValueError(
-                f"`study.arms.{self.base}.shares` (={list(shares)}) must be one share, because all "
-                "other arms are compared with `study.base`. Remove the other shares."
+                f"`study.arms.{self.base}.shares` (={list(shares)}) must contain only one fraction "
+                "of the training data, because all other variants are compared with `study.base`. "
+                "Remove the other fractions."
             )
 
     @property
@@ -242,8 +245,8 @@ def _check_arm(key: str, arm: Arm) -> None:
     for axis, (low, high) in arm.axes.items():
         if not 0 < low < high:
             raise ValueError(
-                f"`{key}.axes.{axis}` (=[{low}, {high}]) must be two numbers above zero, the lower "
-                "one first, because the scale is logarithmic. Set for example [0.1, 10.0]."
+                f"`{key}.axes.{axis}` (=[{low}, {high}]) must be two numbers above zero in "
+                "ascending order, because the scale is logarithmic. Set [0.1, 10.0], for example."
             )
 
 

@@ -41,8 +41,8 @@ def only_user_of(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"`hydra.run.dir` (={folder}) must not be in use by another study. Wait until that "
-                "study ends, or set another hydra.run.dir."
+                f"`hydra.run.dir` (={folder}) is in use by another study. Wait until that study "
+                "ends, or set another hydra.run.dir."
             ) from None
         yield
 
@@ -160,9 +160,9 @@ class StudyJournal:
             study.set_user_attr(SETTINGS, now)
         elif saved_settings != now:
             raise ValueError(
-                f"`hydra.run.dir` (={self.folder}) contains fits of `{name}` with other settings "
-                f"({saved_settings}, now {now}), which must not be mixed. Use the same settings as "
-                "before, or set another hydra.run.dir."
+                f"`hydra.run.dir` (={self.folder}) contains training runs of `{name}` with other "
+                f"settings ({saved_settings}, now {now}), but runs with different settings cannot "
+                "be compared. Use the same settings as before, or set another hydra.run.dir."
             )
         return study
 

@@ -49,15 +49,15 @@ def array_of(content: bytes) -> Tensor:
     first_value = 4 + 4 * num_dims
     if content[:3] != b"\0\0\x08" or num_dims == 0 or len(content) < first_value:
         raise ValueError(
-            f"`content` (={content[:8]!r}...) must begin as an IDX file of unsigned bytes. Use "
-            "the published file."
+            f"`content` (={content[:8]!r}...) must be an IDX file of unsigned bytes, but its first "
+            "bytes are different. Use the published file."
         )
     shape = struct.unpack(f">{num_dims}I", content[4:first_value])
     values = np.frombuffer(content, np.uint8, offset=first_value)
     if len(values) != prod(shape):
         raise ValueError(
-            f"`content` (={len(values)} values) must have as many values as its header says, "
-            f"{' x '.join(map(str, shape))}. Use the published file."
+            f"`content` (={len(values)} values) must have as many values as its header specifies, "
+            f"which is {' x '.join(map(str, shape))}. Use the published file."
         )
     return torch.from_numpy(values.reshape(shape).copy())
 

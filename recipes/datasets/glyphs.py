@@ -59,8 +59,8 @@ def _mask(font_name: str, character: str) -> Tensor:
     font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
     if font.get_char_index(ord(character)) == 0:
         raise ValueError(
-            f"`font` (={font_name}) must contain {character!r}, because its images would "
-            "otherwise be blank. Remove the font."
+            f"`font` (={font_name}) must contain the character {character!r}, because its images "
+            "would be blank otherwise. Remove the font."
         )
     font.set_size(_MASK_POINTS, 72)
     font.set_text(character)

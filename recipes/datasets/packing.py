@@ -152,14 +152,14 @@ class Packing:
         for split in self.splits:
             if not (out / split / INDEX_NAME).is_file():
                 raise ValueError(
-                    f"`out` (={out}) must be packed completely before it can be checked, and there is no "
+                    f"`out` (={out}) must be packed completely before it can be checked, but there is no "
                     f"{split}/{INDEX_NAME}. Run the command without check=true to continue the packing."
                 )
             if damaged := damaged_shards(out / split):
                 raise ValueError(
-                    f"`out` (={out}) must contain the shards that were packed, and {split}/{damaged[0]} "
-                    f"is damaged ({len(damaged)} shards of {split}/ are). Copy them again, or remove "
-                    f"{split}/ and pack again."
+                    f"`out` (={out}) must contain undamaged shards, but {split}/{damaged[0]} is damaged "
+                    f"({len(damaged)} shards of {split}/ are). Copy them again, or remove {split}/ and "
+                    "pack again."
                 )
 
     def prepared(self, data: bytes) -> bytes:
@@ -232,9 +232,9 @@ class _Split:
             if different := [name for name in plan if plan[name] != before.get(name)]:
                 name = different[0]
                 raise ValueError(
-                    f"`{name}` (={plan[name]}) must be the same as in the packing in {self.out} "
-                    f"(={before.get(name)}), which this command would continue. Use the same value, or "
-                    "another out=<folder>."
+                    f"`{name}` (={plan[name]}) must equal the value of the packing in {self.out} "
+                    f"(={before.get(name)}), because this command would continue that packing. Use the "
+                    "same value, or choose another folder with out=<folder>."
                 )
             return num_per_shard
         # The images per shard determine which image is in which shard. The number is computed from a seeded sample and
@@ -332,7 +332,7 @@ class _Split:
             name, why = corrupt[-1]
             raise ValueError(
                 f"`max_corrupt_images` (={self.packing.max_corrupt_images}) must be at least the "
-                f"number of images that cannot be decoded: there are {len(corrupt)} so far, the last "
+                f"number of images that cannot be decoded, which is {len(corrupt)} so far. The last "
                 f"one is {name} ({why}). Repair them, or set max_corrupt_images={len(corrupt)} or "
                 "more to leave them out."
             )

@@ -204,8 +204,8 @@ class TextDataModule(pl.LightningDataModule):
             )
         if root is None and packing is None:
             raise ValueError(
-                "`data.root` (=null) must be a folder of packed text if there is no data.packing. "
-                "Set data.root=<folder>."
+                "`data.root` (=null) must be a folder of packed text, because `data.packing` is "
+                "not set. Set data.root=<folder>."
             )
         self.root = root
         self.packing = packing
@@ -227,8 +227,8 @@ class TextDataModule(pl.LightningDataModule):
         if packed.vocab_size > self.vocab_size:
             raise ValueError(
                 f"`model.num_classes` (={self.vocab_size}) must be at least the vocabulary size of "
-                f"{self.folder} (={packed.vocab_size}), because every token needs an embedding. Set "
-                f"model.num_classes={packed.vocab_size}."
+                f"the text in {self.folder} (={packed.vocab_size}), because every token needs an "
+                f"embedding. Set model.num_classes={packed.vocab_size}."
             )
 
     def prepare_data(self) -> None:

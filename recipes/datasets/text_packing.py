@@ -61,7 +61,7 @@ class PackedText:
         path = folder / INDEX_NAME
         if not path.is_file():
             raise ValueError(
-                f"`data.root` (={folder}) must be a folder of completely packed text, and there is no "
+                f"`data.root` (={folder}) must be a folder of completely packed text, but it has no "
                 f"{INDEX_NAME}. Pack text first: python recipes/pack.py packing=text root=<folder of "
                 "text> out=<this folder>."
             )
@@ -122,7 +122,7 @@ class TextPacking:
         if self.root is not None and Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
                 f"`out` (={self.out}) must not be the same folder as `root`, because shards would "
-                "then be read as text. Set out=<folder>."
+                "be read as text otherwise. Set out=<folder>."
             )
 
     def run(self) -> list[str]:
@@ -137,8 +137,8 @@ class TextPacking:
         if (out / INDEX_NAME).is_file():
             if (existing := PackedText.load(out)).about != about:
                 raise ValueError(
-                    f"`out` (={out}) must be empty or contain the result of the same options, and it was "
-                    f"packed with {existing.about}. Set another out=<folder>."
+                    f"`out` (={out}) must be empty or hold data packed with the same options, but it was "
+                    f"packed with {existing.about}. Choose another folder with out=<folder>."
                 )
             return [f"{existing}; already packed"]
         out.mkdir(parents=True, exist_ok=True)
@@ -161,8 +161,8 @@ class TextPacking:
         )
         if not all(packed.num_tokens.values()):
             raise ValueError(
-                f"`root` (={self.root}) must contain enough text for {', '.join(SPLITS)}, and gives "
-                f"{packed.num_tokens} tokens. Use a folder with more text."
+                f"`root` (={self.root}) must contain enough text for {', '.join(SPLITS)}, but it "
+                f"has only {packed.num_tokens} tokens. Use a folder with more text."
             )
         with atomic_path(out / INDEX_NAME, has_rivals=True) as part:
             part.write_text(json.dumps(asdict(packed), indent=1))
@@ -253,7 +253,7 @@ def files_of(root: str | None) -> list[Path]:
     files = sorted(path for path in Path(root).rglob("*") if path.is_file())
     if not files:
         raise ValueError(
-            f"`root` (={root}) must be a folder with text, and contains no file. Set root=<folder>."
+            f"`root` (={root}) must be a folder with text files, but it contains no file. Set root=<folder>."
         )
     return files
 
@@ -275,8 +275,8 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     except ImportError as error:
         raise ValueError(
-            "`tokenizers` must be installed to train and apply the vocabulary. Run pip install "
-            "'lightning-hybrid[text]'"
+            "`tokenizers` must be installed, because it trains and applies the vocabulary. Run pip "
+            "install 'lightning-hybrid[text]'"
         ) from error
 
     def make(vocabulary: dict[str, int]) -> Any:

@@ -317,7 +317,7 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
         return [CheckOutcome(**row) for row in content["checks"]], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`out` (={path.parent}) must contain the report.json of a check: {error}."
+            f"`out` (={path.parent}) must contain the report.json of a GPU check: {error}."
         ) from error
 
 
@@ -374,7 +374,7 @@ def limit_s_from(minutes: str) -> float:
         limit_s = 0.0
     if not 0 < limit_s < 86_400:
         raise ValueError(
-            f"`minutes` (={minutes}) must be a number above zero and at most a day. For example, "
-            "set minutes=8."
+            f"`minutes` (={minutes}) must be a number above zero and below 1440 (one day). For "
+            "example, set minutes=8."
         )
     return limit_s

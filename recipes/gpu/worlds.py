@@ -101,7 +101,11 @@ def use_other_class(request: CheckRequest) -> None:
         NotHere: There is no GPU, or this version of torch has only one class.
     """
     if not request.on_cuda or not hasattr(dist, "ProcessGroupNCCL2"):
-        raise NotHere("this torch has one class of NCCL" if request.on_cuda else "NCCL needs a GPU")
+        raise NotHere(
+            "this torch has only one NCCL process-group class"
+            if request.on_cuda
+            else "NCCL needs a GPU"
+        )
     # In torch 2.14 the second class must be requested, and from 2.15 on the first one.
     is_default = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     os.environ["TORCH_DIST_USE_NCCL2"] = "0" if is_default else "1"

@@ -34,11 +34,14 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.scale not in ("log", "linear"):
-            raise ValueError(f"`axes.{self.key}.scale` (={self.scale!r}) must be log or linear.")
+            raise ValueError(
+                f"`axes.{self.key}.scale` (={self.scale!r}) must be log or linear. Set "
+                f"axes.{self.key}.scale=log, for example."
+            )
         if not self.low < self.high:
             raise ValueError(
-                f"`axes.{self.key}.low` (={self.low}) must be below `high` (={self.high}). To fix the "
-                f"key instead, add it to the trials: trial=[...,{self.key}={self.low}]."
+                f"`axes.{self.key}.low` (={self.low}) must be below `high` (={self.high}). To use a "
+                f"single value instead, add it to the trials: trial=[...,{self.key}={self.low}]."
             )
         if not isinstance(self.num, int) or not 2 <= self.num <= MAX_VALUES:
             raise ValueError(
@@ -124,8 +127,8 @@ def _axis(key: str, options: Mapping[str, Any]) -> Axis:
     wrong = sorted(missing) + sorted(unknown)
     if wrong:
         raise ValueError(
-            f"`axes.{key}` (={options}) must have the keys low, high and num, and may have scale. "
-            f"Check the key {wrong[0]}."
+            f"`axes.{key}` (={options}) must have the keys low, high and num, and can have the key "
+            f"scale. Check the key {wrong[0]}."
         )
     return Axis(key=key, **options)
 

@@ -346,14 +346,14 @@ def _check(
 ) -> None:
     if min(channels) < 1:
         raise ValueError(
-            f"`width` (={width}) must leave every layer at least one channel, and conv1 would "
-            f"have {channels[0]}. Set model.width={1 / CONV_CHANNELS[0]:.4f} or more."
+            f"`width` (={width}) must leave every layer at least one channel, but conv1 would have "
+            f"{channels[0]} channels. Set model.width={1 / CONV_CHANNELS[0]:.4f} or more."
         )
     for name, kernel in kernels.items():
         if kernel % 2 == 0:
             raise ValueError(
-                f"`{name}` (={kernel}) must be odd, so that the padding is a whole number of pixels. "
-                f"Set model.{name}={kernel + 1}."
+                f"`{name}` (={kernel}) must be odd, because the padding must be a whole number of "
+                f"pixels. Set model.{name}={kernel + 1}."
             )
     if bn_position not in get_args(BNPosition):
         raise ValueError(
@@ -362,6 +362,6 @@ def _check(
         )
     if pool_padding not in (0, 1):
         raise ValueError(
-            f"`pool_padding` (={pool_padding}) must be 0 or 1, at most half of the 3x3 window. "
-            "Set model.pool_padding=1."
+            f"`pool_padding` (={pool_padding}) must be 0 or 1, because padding can be at most half "
+            "of the 3x3 window. Set model.pool_padding=1."
         )

@@ -101,7 +101,9 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
     places = [folder.resolve() for folder in folders]
     for location in places:
         if places.count(location) > 1:
-            raise ValueError(f"`runs` (={location}) must name each run once. Remove the duplicate.")
+            raise ValueError(
+                f"`runs` (={location}) must name each run only once. Remove the duplicate."
+            )
     if names is not None and len(set(names)) != len(folders):
         raise ValueError(
             f"`names` (={list(names)}) must have a different name for each of {len(folders)} "
@@ -138,13 +140,13 @@ def read_run(folder: Path, *, name: str) -> Run:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"`runs` (={path}) must be an undamaged file: {error}. Leave this run out, or resume "
-                "it with resume=auto to write the file again."
+                "the run with resume=auto to write the file again."
             ) from error
         files.append(content)
     summary, curves = files
     if not isinstance(summary, dict) or not isinstance(curves, dict) or "metrics" not in summary:
         raise ValueError(
-            f"`runs` (={folder}) must contain the summary of a run, and {FILES[0]} has no "
+            f"`runs` (={folder}) must contain the summary of a run, but {FILES[0]} has no "
             "`metrics`. Leave this run out."
         )
     points = {

@@ -96,7 +96,7 @@ def newest_whole(folder: Path) -> Path | None:
     if refused:
         raise ValueError(
             f"`resume` (=auto) found no undamaged checkpoint in {folder}: {' '.join(refused)} Set "
-            "resume=null to start again, or name another checkpoint."
+            "resume=null to start again, or set resume=<path> to another checkpoint."
         )
     return None
 
@@ -164,7 +164,7 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         else:
             also = ""
         raise ValueError(
-            f"`{key}` (={new.get(key)}) must be the same as in the checkpoint (={old.get(key)}), "
+            f"`{key}` (={new.get(key)}) must equal the value of the checkpoint (={old.get(key)}), "
             f"because {path} belongs to a run with another configuration.{also} Set "
             f"{key}={old.get(key)}, or start a new run in another hydra.run.dir without `resume`."
         )
@@ -231,6 +231,6 @@ class SameCheckpoint(Callback):
             )
             raise ValueError(
                 f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank: {marks}. "
-                "Set hydra.run.dir to a directory that all nodes share, or give every rank the same "
-                "file by resume=<path>."
+                "Set hydra.run.dir to a directory that all nodes share, or set resume=<path> to "
+                "the same file on every rank."
             )

@@ -110,7 +110,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
             return {}
         reason = first_line(error)
         raise ValueError(
-            f"`resume` (={ckpt_path}) must be an undamaged checkpoint of Lightning: {reason}. Use "
+            f"`resume` (={ckpt_path}) must be an undamaged Lightning checkpoint: {reason}. Use "
             "another checkpoint, or leave `resume` out to start again."
         ) from error
     return state
@@ -130,7 +130,7 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
         map(_is_installed, ("tensorboard", "tensorboardX"))
     ):
         raise ValueError(
-            "`logger` (=tensorboard) needs the package tensorboard or tensorboardX, and neither "
+            "`logger` (=tensorboard) needs the package tensorboard or tensorboardX, but neither "
             "is installed. Run pip install 'lightning-hybrid[tensorboard]', or set logger=csv or "
             "logger=wandb."
         )
@@ -141,7 +141,7 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
         return cast(Logger | None, instantiate(cfg.logger) or None)
     if not _is_installed("wandb"):
         rank_zero_warn(
-            "wandb is not installed: metrics are written to csv/metrics.csv of the run "
+            "wandb is not installed, so metrics are written to csv/metrics.csv of the run "
             "directory, as with logger=csv"
         )
         num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
@@ -215,9 +215,9 @@ def _words_for_wandb() -> Iterator[None]:
         reason = first_line(error)
         raise ValueError(
             f"`logger.offline` (=False) needs a W&B server that accepts this run: {reason}. Check "
-            "the key (`wandb login`, or WANDB_API_KEY) and the network, or leave "
-            "`logger.offline` and WANDB_MODE out: the run is then written to its directory, and "
-            "`wandb sync` sends it later."
+            "the key (`wandb login`, or WANDB_API_KEY) and the network. Alternatively, leave "
+            "`logger.offline` and WANDB_MODE out to write the run to its directory, and upload it "
+            "later with `wandb sync`."
         ) from error
 
 

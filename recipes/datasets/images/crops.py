@@ -153,13 +153,13 @@ class TrainCrop:
     def __post_init__(self) -> None:
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise ValueError(
-                f"`area` (={list(self.area)}) must be two fractions of an image's area, the smaller "
-                "one first. The usual values for ImageNet are data.area=[0.08,1.0]."
+                f"`area` (={list(self.area)}) must be two fractions of an image's area in ascending "
+                "order. The usual values for ImageNet are data.area=[0.08,1.0]."
             )
         if not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(
-                f"`aspect` (={list(self.aspect)}) must be two ratios of width to height, the smaller "
-                "one first. The usual values for ImageNet are data.aspect=[0.75,1.3333333333333333]."
+                f"`aspect` (={list(self.aspect)}) must be two ratios of width to height in ascending "
+                "order. The usual values for ImageNet are data.aspect=[0.75,1.3333333333333333]."
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
@@ -190,7 +190,7 @@ class EvalCrop:
         if self.eval_resize < self.image_size:
             raise ValueError(
                 f"`eval_resize` (={self.eval_resize}) must be at least `image_size` "
-                f"(={self.image_size}), because the centre is cut out of the resized image. Set "
+                f"(={self.image_size}), because the centre is cropped from the resized image. Set "
                 f"data.eval_resize={round(self.image_size / 0.875)}."
             )
 

@@ -41,16 +41,18 @@ def check_decoder(decoder: str) -> None:
     >>> check_decoder("libjpeg")
     Traceback (most recent call last):
         ...
-    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow. Set data.decoder=null for the faster one.
+    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow. Set data.decoder=null to use the fastest \
+installed decoder.
     """
     if decoder not in DECODERS:
         raise ValueError(
-            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}. Set data.decoder=null for the faster one."
+            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}. Set data.decoder=null to "
+            "use the fastest installed decoder."
         )
     if decoder == "simplejpeg" and simplejpeg is None:
         raise ValueError(
-            "`decoder` (='simplejpeg') must be installed. Run pip install "
-            "'lightning-hybrid[jpeg]', or set data.decoder=pillow."
+            "`decoder` (='simplejpeg') needs the package simplejpeg, which is not installed. Run "
+            "pip install 'lightning-hybrid[jpeg]', or set data.decoder=pillow."
         )
 
 
@@ -82,7 +84,7 @@ def _check_size(height: int, width: int) -> None:
     # Checked in the header before memory is allocated: a tiny file can claim to have gigabytes of pixels.
     if height * width > MAX_PIXELS:
         raise CorruptImageError(
-            f"{height} x {width} pixels are more than {MAX_PIXELS} and would take "
+            f"{height} x {width} pixels exceed the limit of {MAX_PIXELS} pixels and would need "
             f"{height * width * 3} bytes"
         )
 

@@ -41,8 +41,9 @@ class ImageFolder(ImageSource):
             labels.append(np.full(len(files), label, dtype=np.int64))
         if empty:
             raise ValueError(
-                f"`root` (={folder.parent}) must have images in each class folder, and {folder.name}/ "
-                f"has none in {_some(empty)}. Unpack these images again, or remove the empty folders."
+                f"`root` (={folder.parent}) must have images in each class folder, but {folder.name}/ "
+                f"has no images in {_some(empty)}. Unpack these images again, or remove the empty "
+                "folders."
             )
         self.labels = np.concatenate(labels)
         # One array takes 20 bytes per image. Python strings would take several times as much, in every process.
@@ -68,19 +69,19 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     packed = [name for name in archives if name.split(".")[0] not in folders]
     if packed:
         raise ValueError(
-            f"`root` (={folder.parent}) must be unpacked, and {folder.name}/ contains "
+            f"`root` (={folder.parent}) must contain unpacked images, but {folder.name}/ contains "
             f"{_some(packed)}. Unpack each archive into a folder of the same name."
         )
     if loose:
         raise ValueError(
-            f"`root` (={folder.parent}) must have each image in the folder of its class, and "
+            f"`root` (={folder.parent}) must have each image in the folder of its class, but "
             f"{folder.name}/ contains {_some(loose)} outside of class folders. Move the images "
             f"into {folder.name}/<class>/, as valprep.sh does for ImageNet's validation images."
         )
     if not folders:
         raise ValueError(
-            f"`root` (={folder.parent}) must have a folder per class, and {folder.name}/ has "
-            f"none. ImageNet has 1,000 of them, such as {folder.name}/n01440764/."
+            f"`root` (={folder.parent}) must contain one folder per class, but {folder.name}/ has "
+            f"no class folders. ImageNet has 1,000, for example {folder.name}/n01440764/."
         )
     return tuple(folders)
 
@@ -111,7 +112,7 @@ def check_root(
     if not root.is_dir():
         raise ValueError(
             f"`root` (={root}) must be a folder that contains "
-            f"{' and '.join(f'{split}/' for split in splits)}, and there is no such folder. Set "
+            f"{' and '.join(f'{split}/' for split in splits)}, but there is no such folder. Set "
             f"{key}=<folder>."
         )
     missing = [split for split in splits if not (root / split).is_dir()]
@@ -121,13 +122,15 @@ def check_root(
             hint = f"; unpack {_some(archives)} first"
         else:
             hint = ""
-        above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
+        above = (
+            f"Set {key} to the folder that contains {' and '.join(f'{split}/' for split in splits)}"
+        )
         if missing == ["val"]:
             above = (
                 "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
             )
         raise ValueError(
-            f"`root` (={root}) must contain {' and '.join(f'{split}/' for split in splits)}, and "
+            f"`root` (={root}) must contain {' and '.join(f'{split}/' for split in splits)}, but "
             f"{missing[0]}/ is missing{hint}. {above}."
         )
 
@@ -145,8 +148,8 @@ def check_same_classes(
     >>> check_same_classes(Path("data"), ["cat", "dog"], ["cat", "cow"], num_classes=2)
     Traceback (most recent call last):
         ...
-    ValueError: `root` (=data) must have the same classes in train/ and val/: dog only in train/; cow only in val/. \
-Complete the dataset: labels are numbered in the order of class names, so accuracies would be meaningless.
+    ValueError: `root` (=data) must have the same classes in train/ and val/, because labels number the classes in the \
+order of their names: dog only in train/; cow only in val/. Add the missing class folders.
     """
     only = [
         (sorted({*classes} - {*other_classes}), name)
@@ -157,15 +160,16 @@ Complete the dataset: labels are numbered in the order of class names, so accura
             f"{_some(names)} only in {split}/" for names, split in only if names
         )
         raise ValueError(
-            f"`root` (={root}) must have the same classes in train/ and val/: {differences}. "
-            "Complete the dataset: labels are numbered in the order of class names, so "
-            "accuracies would be meaningless."
+            f"`root` (={root}) must have the same classes in train/ and val/, because labels "
+            f"number the classes in the order of their names: {differences}. Add the missing class "
+            "folders."
         )
     if len(train) != num_classes:
         raise ValueError(
             f"`num_classes` (={num_classes}) must be the number of classes in `root` (={root}), "
-            f"which is {len(train)}. Set model.num_classes={len(train)} or complete the dataset. "
-            "For your own images, data=images model=resnet50 counts the classes."
+            f"which is {len(train)}. Set model.num_classes={len(train)}, or add the missing class "
+            "folders. For your own images, set data=images model=resnet50, which counts the "
+            "classes."
         )
 
 

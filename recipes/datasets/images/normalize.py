@@ -40,7 +40,7 @@ class NormalizeOnDevice:
             ):
                 raise ValueError(
                     f"`{name}` (={list(values)}) must be three fractions of 255, for red, green and "
-                    f"blue{', above zero' if name == 'std' else ''}. ImageNet's are "
+                    f"blue{', above zero' if name == 'std' else ''}. For ImageNet, set "
                     f"data.{name}={list(IMAGENET_MEAN if name == 'mean' else IMAGENET_STD)}."
                 )
         self.mean = tuple(mean)

@@ -109,8 +109,9 @@ class ShardIndex:
             version = -1
         if version != FORMAT_VERSION or columns.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
-                f"{path} (index of shards, version {version}) must have version {FORMAT_VERSION}. "
-                "Pack the images again with `lightning-hybrid pack` of this version."
+                f"{path} (index of shards, version {version}) must have version {FORMAT_VERSION}, "
+                "because only that format can be read. Pack the images again with "
+                "`lightning-hybrid pack` of this version."
             )
         _check_arrays(path, columns)
         columns["classes"] = tuple(str(name) for name in columns["classes"])
@@ -121,7 +122,7 @@ class ShardIndex:
         ):
             raise ValueError(
                 f"{path} (index of shards) has labels from {index.labels.min()} to "
-                f"{index.labels.max()}, and {len(index.classes)} classes need labels from 0 to "
+                f"{index.labels.max()}, but {len(index.classes)} classes need labels from 0 to "
                 f"{len(index.classes) - 1}. Pack the images again."
             )
         return index
@@ -164,14 +165,15 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
             _refuse(
                 path,
                 name,
-                f"(={len(arrays[name])} rows) must have one row per label, that is {num_images}",
+                f"(={len(arrays[name])} rows) must have one row per label, but there are "
+                f"{num_images} labels",
             )
     if len(arrays["shard_crc32s"]) != num_shards:
         _refuse(
             path,
             "shard_crc32s",
-            f"(={len(arrays['shard_crc32s'])} rows) must have one row per shard, that is "
-            f"{num_shards}",
+            f"(={len(arrays['shard_crc32s'])} rows) must have one row per shard, but there are "
+            f"{num_shards} shards",
         )
 
 
@@ -186,7 +188,8 @@ def _check_bounds(path: Path, index: ShardIndex) -> None:
         _refuse(
             path,
             "shards",
-            f"(={shards.min()} to {shards.max()}) must be from 0 to {num_shards - 1}, as there are {num_shards}",
+            f"(={shards.min()} to {shards.max()}) must be from 0 to {num_shards - 1}, because there are "
+            f"{num_shards} shards",
         )
     for name, values, least in (("offsets", offsets, 0), ("num_bytes", num_bytes, 1)):
         if num_images and values.min() < least:
@@ -214,9 +217,9 @@ class ShardedImages(ImageSource):
         self.folder = folder
         if not (folder / INDEX_NAME).is_file():
             raise ValueError(
-                f"`root` (={folder.parent}) must be packed completely, and {folder.name}/ has shards "
-                f"but no {INDEX_NAME}. Run the same `lightning-hybrid pack` command again, which "
-                "continues the packing."
+                f"`root` (={folder.parent}) must be packed completely, but {folder.name}/ has shards "
+                f"and no {INDEX_NAME}. Run the same `lightning-hybrid pack` command again to finish "
+                "the packing."
             )
         self.index = ShardIndex.load(folder / INDEX_NAME)
         _check_bounds(folder / INDEX_NAME, self.index)
@@ -234,9 +237,9 @@ class ShardedImages(ImageSource):
                 else:
                     fault = f"has {actual_bytes} bytes"
                 raise ValueError(
-                    f"`root` (={folder.parent}) must contain complete shards: {folder.name}/{path.name} "
-                    f"{fault}, and should have {num_bytes} bytes. Copy the file again, or remove "
-                    f"{INDEX_NAME} and run `lightning-hybrid pack` again."
+                    f"`root` (={folder.parent}) must contain complete shards, but "
+                    f"{folder.name}/{path.name} {fault}. Its size must be {num_bytes} bytes. Copy the file "
+                    f"again, or remove {INDEX_NAME} and run `lightning-hybrid pack` again."
                 )
         self._files: dict[tuple[int, int], int] = {}  # (process id, shard) -> file descriptor
 

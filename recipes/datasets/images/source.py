@@ -111,7 +111,7 @@ class DecodedImages(RowSource):
                 continue
             return pixels, int(self.source.labels[candidate])
         raise CorruptImageError(
-            f"none of the {self.num_images} images can be read, for example "
+            f"none of the {self.num_images} images can be read. One of them is "
             f"{self.source.name(index)}"
         )
 
@@ -126,12 +126,12 @@ class DecodedImages(RowSource):
         if num_corrupt > self.max_corrupt_images:
             raise CorruptImageError(
                 f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of "
-                f"unreadable images: this rank found {num_corrupt}, the last one is {name} ({error}). "
-                "Repair the dataset, or raise data.max_corrupt_images to replace more images by "
-                "others."
+                f"unreadable images, but this rank found {num_corrupt}, the last of which is {name} "
+                f"({error}). Repair the dataset, or increase data.max_corrupt_images to replace more "
+                "images by others."
             ) from error
         log.warning(
-            "%s cannot be read (%s), and the next readable image replaces it (%d of at most %d "
+            "%s cannot be read (%s) and is replaced by the next readable image (%d of at most %d "
             "on this rank)",
             *(name, error, num_corrupt, self.max_corrupt_images),
         )

@@ -46,12 +46,12 @@ class InMemoryDataModule(pl.LightningDataModule):
         if global_batch_size > self.num_train:
             raise ValueError(
                 f"`global_batch_size` (={global_batch_size}) must be at most the number of training "
-                f"images (={self.num_train}), because an epoch would otherwise have no step. Set "
+                f"images (={self.num_train}), because an epoch would have no step otherwise. Set "
                 f"global_batch_size={self.num_train} or less."
             )
         if not 0 <= shift_pixels < self.image_shape[1]:
             raise ValueError(
-                f"`shift_pixels` (={shift_pixels}) must be from 0 to less than the "
+                f"`shift_pixels` (={shift_pixels}) must be at least 0 and below the "
                 f"{self.image_shape[1]} pixels of an image. Set data.shift_pixels=1."
             )
         why = "it is a number of images. Set data.eval_batch_size_per_rank=128"

@@ -151,7 +151,8 @@ def test_a_wrong_sum_is_an_error_with_the_bucket():
     check(buckets, 3, "flat")
     buckets[1][0] = 1
     with pytest.raises(
-        RuntimeError, match=r"`flat` computed a wrong all-reduce of bucket 1.* instead of 2"
+        RuntimeError,
+        match=r"`flat` computed a wrong result for the all-reduce of bucket 1.* instead of 2",
     ):
         check(buckets, 3, "flat")
 

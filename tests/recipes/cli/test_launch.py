@@ -77,11 +77,11 @@ def test_tracking_is_offline_by_default(monkeypatch):
 IMAGENET = "recipe=resnet50_64k data=synthetic"
 MISTAKES = {
     "global_batch_size=127 trainer.devices=2": r"`global_batch_size` \(=127\).* Set global_batch_size=126 or 128\.",
-    "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*accumulation steps would be 2\.13\..*=120 or 180\.",
+    "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*there would be 2\.13 accumulation steps\..*=120 or 180\.",
     "global_batch_size=2048": r"`global_batch_size` \(=2048\) must be at most the number of training images \(=1257\)",
     "recipe=resnet50_64k": r"`data\.root` \(=\?\?\?\) must have a value\. Missing: data\.root\. Set it",
     "recipe=resnet50_64k data.root=/nowhere": r"`root` \(=/nowhere\)",
-    f"{IMAGENET} global_batch_size=65522": r"`global_batch_size` \(=65522\) must divide into equal.*=65408 or",
+    f"{IMAGENET} global_batch_size=65522": r"`global_batch_size` \(=65522\) must be divisible into equal.*=65408 or",
     f"{IMAGENET} warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
     "+optim.trust_coef=1": r"unexpected keyword argument 'trust_coef'",
     "+precison=16-true": r"`precison` .* another key refers to .*\. Did you mean precision\?",
@@ -291,7 +291,8 @@ def test_a_limit_takes_the_fewest_equal_batches(share, limit, rounds):
         assert all(share % fewer or share // fewer > limit for fewer in range(1, rounds))
         return
     with pytest.raises(
-        ValueError, match=rf"`global_batch_size` \(={2 * share}\) must divide into equal batches"
+        ValueError,
+        match=rf"`global_batch_size` \(={2 * share}\) must be divisible into equal batches",
     ) as told:
         accumulation(2 * share, None, limit, 2, 1)
     for advised in re.findall(r"=(\d+) or (\d+), or", str(told.value))[0]:  # what it advises fits

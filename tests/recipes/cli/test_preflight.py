@@ -142,7 +142,8 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         taken.listen()
         mine = {"MASTER_PORT": str(taken.getsockname()[1])}
         with pytest.raises(
-            ValueError, match=r"`MASTER_PORT` \(=\d+\) must be a port that this process may open"
+            ValueError,
+            match=r"`MASTER_PORT` \(=\d+\) must be a port that this process can listen on",
         ):
             preflight.check_environment(None, mine)
         preflight.check_environment(None, mine | {"NODE_RANK": "1"})  # the first node opens it
@@ -156,7 +157,7 @@ def test_nccls_own_way_of_naming_interfaces_is_let_through():
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
     with pytest.raises(
         ValueError,
-        match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is not one of",
+        match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name network interfaces.*eth99 is not one of",
     ):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
 

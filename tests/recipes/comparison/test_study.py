@@ -154,13 +154,13 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     studied(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"`hydra.run.dir` \(=.*\) contains fits of `base_1/tuning` with other settings",
+        match=r"`hydra.run.dir` \(=.*\) contains training runs of `base_1/tuning` with other settings",
     ):
         studied(tmp_path, trial=("trainer.max_epochs=2",))
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    message = r"`hydra.run.dir` \(=.*\) must not be in use by another study"
+    message = r"`hydra.run.dir` \(=.*\) is in use by another study"
     with journal.only_user_of(tmp_path), pytest.raises(ValueError, match=message):
         studied(tmp_path)
     assert not (tmp_path / "calls").exists()
@@ -278,10 +278,16 @@ def flat(mapping, prefix=""):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("study.base=bass", r"`study.base` \(=bass\) must be one of the arms: base, method"),
-        ("study.only=[methods]", r"`study.only` \(=methods\) must be one of the arms"),
+        (
+            "study.base=bass",
+            r"`study.base` \(=bass\) must be one of the variants in `study.arms`: base, method",
+        ),
+        ("study.only=[methods]", r"`study.only` \(=methods\) must be one of the variants"),
         ("study.testing.seeds=[0,1]", r"`study.tuning.seed` \(=0\) must not be among"),
-        ("study.testing.seeds=[]", r"`study.testing.seeds` \(=\[\]\) must have at least one seed"),
+        (
+            "study.testing.seeds=[]",
+            r"`study.testing.seeds` \(=\[\]\) must contain at least one seed",
+        ),
         (
             "study.arms.method.axes.lr=[3,2]",
             r"`study.arms.method.axes.lr` \(=\[3.0, 2.0\]\) must be two numbers",
@@ -292,7 +298,7 @@ def flat(mapping, prefix=""):
         ),
         (
             "study.arms.base.shares=[0.1,0.2]",
-            r"`study.arms.base.shares` \(=\[0.1, 0.2\]\) must be one share",
+            r"`study.arms.base.shares` \(=\[0.1, 0.2\]\) must contain only one fraction",
         ),
         ("study.micro_batch=0", r"`study.micro_batch` \(=0\) must be a whole number, 1 or more"),
         (

@@ -125,7 +125,7 @@ def test_a_file_that_was_cut_is_refused(root):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"\0\0\x09\x01\0\0\0\x01a", "must begin as an IDX file"),
+        (b"\0\0\x09\x01\0\0\0\x01a", "must be an IDX file"),
         (b"\0\0\x08\x01\0\0\0\x02a", r"\(=1 values\) must"),
     ],
 )

@@ -65,7 +65,7 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     # whole words, of lower case, none unknown
     assert set(words) == {word.lower() for word in WORDS}
     with pytest.raises(
-        ValueError, match=r"`out` .* must be empty or contain the result of the same options"
+        ValueError, match=r"`out` .* must be empty or hold data packed with the same options"
     ):
         packing(text, packed, vocab_size=400).run()
 

@@ -125,7 +125,7 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
         ("optim", "sgd", "lightning_hybrid.optim.LARS"),
     ):
         with pytest.raises(
-            ValueError, match=rf"^`{key}.* must be the same as in the checkpoint \(={was}\)"
+            ValueError, match=rf"^`{key}.* must equal the value of the checkpoint \(={was}\)"
         ) as caught:
             resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
         assert "without `resume`" in str(caught.value)
@@ -270,7 +270,7 @@ def test_rows_that_the_machine_lost_are_reported(tmp_path):
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.sync()
     again = CSVRows(save_dir=tmp_path, name="", version="csv", num_rows_kept=3)
-    with pytest.warns(UserWarning, match=r"metrics.csv has 1 rows, and the checkpoint counts 3"):
+    with pytest.warns(UserWarning, match=r"metrics.csv has 1 rows, but the checkpoint expects 3"):
         again.log_metrics({"loss": 2.0}, step=3)
     again.save()
     assert [row["loss"] for row in read_rows(tmp_path / "csv" / "metrics.csv")] == ["1.0", "2.0"]

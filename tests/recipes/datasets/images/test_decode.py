@@ -135,7 +135,9 @@ def bomb_jpeg():
 def test_a_bomb_is_refused_before_memory_is_taken_for_it(decoder, bomb):
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptImageError, match=f"are more than {MAX_PIXELS}|Decompression"):
+        with pytest.raises(
+            CorruptImageError, match=f"exceed the limit of {MAX_PIXELS}|Decompression"
+        ):
             decode_rgb(bomb, decoder=decoder)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
@@ -155,6 +157,7 @@ def test_a_decoder_that_is_not_installed_is_refused(monkeypatch):
     assert decode.default_decoder() == "pillow"
     assert np.array_equal(decode_rgb(image_of(1), decoder="pillow"), with_pillow(image_of(1)))
     with pytest.raises(
-        ValueError, match=r"`decoder` \(='simplejpeg'\) must be installed. Run pip install"
+        ValueError,
+        match=r"`decoder` \(='simplejpeg'\) needs the package simplejpeg, which is not installed",
     ):
         check_decoder("simplejpeg")
