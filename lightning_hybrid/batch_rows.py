@@ -82,7 +82,7 @@ def count_rows(batch: Any) -> int:
         elif not array_lengths:
             raise ValueError(
                 f"The lists in `batch` (of lengths {sorted(list_lengths)}) must have one entry per sample, because "
-                "the batch is split by samples. Give all lists the same length, or add a tensor with one row per "
+                "the batch is split by samples. Return lists of equal length, or add a tensor with one row per "
                 "sample to the batch."
             )
     if not matching:
@@ -158,9 +158,9 @@ def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
         return False
     if num_rows > 1 and all(_is_list(entry) and len(entry) == num_rows for entry in value):
         raise ValueError(
-            f"`batch` must not contain a list of {num_rows} lists with {num_rows} entries each, because the inner "
-            "lists could be samples or columns. Return them as separate entries of a dictionary, or as a NumPy array "
-            "with one row per sample."
+            f"`batch` must not contain a list of {num_rows} lists with {num_rows} entries each, because it is "
+            "unknown whether the inner lists are samples or columns. Return them as separate entries of a "
+            "dictionary, or as a NumPy array with one row per sample."
         )
     return True
 
@@ -265,6 +265,6 @@ def _refuse_unknown_objects(batch: Any) -> None:
         has_parts = hasattr(leaf, "__len__") or hasattr(leaf, "__next__")
         if has_parts and not isinstance(leaf, Tensor | np.ndarray | np.generic | str | bytes):
             raise ValueError(
-                f"`batch` must not contain a {type(leaf).__name__}, because it is unknown how to split this object "
-                "into samples. Use tensors, arrays, lists or dictionaries."
+                f"`batch` must not contain a {type(leaf).__name__}, because such an object cannot be split into "
+                "samples. Use tensors, arrays, lists or dictionaries."
             )

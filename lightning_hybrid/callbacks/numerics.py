@@ -232,9 +232,10 @@ class NumericsMonitor(Callback):
         if num_steps >= STEPS_AT_FLOOR and not self._has_warned_of_floor and trainer.is_global_zero:
             self._has_warned_of_floor = True
             warnings.warn(
-                f"`loss_scale` (={min(values):g}) has been at its minimum for {num_steps} steps: gradients below "
-                "2**-24 = 6e-8 are lost, but larger scales overflow again and again. Clip gradients, lower the "
-                f"learning rate, or use precision='bf16-true'. Recent scales: {self._describe_scales()}.",
+                f"`loss_scale` (={min(values):g}) has been at its minimum for {num_steps} steps: gradients "
+                "below 2**-24 = 6e-8 are rounded to zero, but larger scales overflow repeatedly. Clip "
+                "gradients, lower the learning rate, or use precision='bf16-true'. Recent scales: "
+                f"{self._describe_scales()}.",
                 stacklevel=2,
             )
 

@@ -103,8 +103,9 @@ class RecalibrateBatchNorm(Callback):
     def _recalibrate(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if run_status(trainer).replica_group is not None:
             raise misconfiguration(
-                "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline', because it runs the "
-                "network outside of a training step, where each rank has only its own stages. Remove the callback."
+                "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline', because the callback "
+                "runs the whole network outside of a training step, where each rank has only its own stages. "
+                "Remove the callback."
             )
         layers = {}
         for name, layer in pl_module.named_modules():
@@ -140,8 +141,8 @@ class RecalibrateBatchNorm(Callback):
         self._has_warned = True
         frozen = [f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen]
         rank_zero_warn(
-            f"`RecalibrateBatchNorm` does not update the statistics of {', '.join(frozen)}, because they are in "
-            "evaluation mode while the module trains."
+            f"`RecalibrateBatchNorm` does not update the statistics of {', '.join(frozen)}, because these "
+            "layers are in evaluation mode during training."
         )
 
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
@@ -363,7 +364,7 @@ def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
     if type(module).forward is nn.Module.forward:
         raise RuntimeError(
             f"`{type(module).__name__}.forward` is not defined, so `RecalibrateBatchNorm` cannot run the network. "
-            "Define it, or set `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
+            "Define `forward`, or set `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
         )
     if isinstance(batch, tuple | list):
         return module(batch[0])

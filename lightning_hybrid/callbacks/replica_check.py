@@ -263,8 +263,8 @@ class ReplicaCheck(Callback):
             )
         return ReplicaDriftError(
             f"The ranks no longer have the same weights. They diverged {since} (`every_n_steps` "
-            f"(={self.every_n_steps})): {first_difference(fingerprints, hosts)}. Averages of their gradients are "
-            f"meaningless, because they belong to different weights. {cure}{numbering}"
+            f"(={self.every_n_steps})): {first_difference(fingerprints, hosts)}. The averages of the gradients "
+            f"are meaningless, because the ranks compute gradients for different weights. {cure}{numbering}"
         )
 
 

@@ -326,7 +326,8 @@ def _signal_of(name: str) -> signal.Signals:
         return signal.Signals[name]
     except KeyError:
         raise ValueError(
-            f"`signals` (={name}) must be names of signals that this system has. Use SIGTERM or SIGUSR1, for example."
+            f"`signals` (={name}) must be names of signals of this operating system. Use SIGTERM or SIGUSR1, for "
+            "example."
         ) from None
 
 

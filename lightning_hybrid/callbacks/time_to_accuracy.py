@@ -132,8 +132,9 @@ class TimeToAccuracy(Callback):
         if value is None:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(
-                f"`monitor` (={self.monitor!r}) must be a metric that validation logs, but validation has only "
-                f"logged: {logged}. Set one of these, or log the metric with `self.log` in `validation_step`."
+                f"`monitor` (={self.monitor!r}) must be a metric that validation logs, but validation has "
+                f"logged only: {logged}. Set one of these metrics, or log `monitor` with `self.log` in "
+                "`validation_step`."
             )
         if self.mode == "max":
             is_reached = float(value) >= self.target

@@ -69,8 +69,8 @@ class TrainingMetrics(Callback):
         if peak_flops_per_s is not None and flops_per_image is None:
             raise ValueError(
                 f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`, because utilisation is "
-                "FLOPs per second divided by this peak. Set `flops_per_image`, or leave `peak_flops_per_s` "
-                "out."
+                "FLOPs per second divided by `peak_flops_per_s`. Set `flops_per_image`, or leave "
+                "`peak_flops_per_s` out."
             )
         self.skip_steps = skip_steps
         self.flops_per_image = flops_per_image

@@ -326,7 +326,7 @@ def not_found(path: Path) -> str:
     problem = f"Checkpoint file not found: {path}."
     if path.is_dir():
         folder = path
-        problem = f"Checkpoint file not found: {path} is a folder, but must be a file."
+        problem = f"Checkpoint file not found: {path} is a folder, not a file."
     if not folder.is_dir():
         return (
             f"{problem} The folder {folder} does not exist either. Set the path of a checkpoint that a run has "

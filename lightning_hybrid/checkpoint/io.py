@@ -193,8 +193,8 @@ class DurableCheckpointIOMixin(_Base):
     def _too_slow(self) -> CheckpointWriteError:
         return CheckpointWriteError(
             f"`timeout_s` (={self.timeout_s:g}) has passed, but {self._thread.num_jobs} checkpoints have not been "
-            "written, because the disk hangs or is too slow. Earlier checkpoints are undamaged. Save less often, "
-            "increase `timeout_s`, or check the disk."
+            "written, because the disk does not respond or is too slow. Earlier checkpoints are undamaged. Save "
+            "less often, increase `timeout_s`, or check the disk."
         )
 
     # ---- errors ----------------------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ def _warn_of_objects(path: Path) -> None:
     if classes:
         rank_zero_warn(
             f"The checkpoint `{path}` contains objects of {', '.join(classes)}. As with any strategy, "
-            "fit(ckpt_path=...) and load_from_checkpoint load it only with weights_only=False, or after "
-            "torch.serialization.add_safe_globals with these classes. To avoid that, keep them out of "
-            "hyper-parameters (`save_hyperparameters(ignore=...)`) and out of the `state_dict` of "
-            "callbacks."
+            "fit(ckpt_path=...) and load_from_checkpoint can load this checkpoint only with "
+            "weights_only=False, or after torch.serialization.add_safe_globals with these classes. To "
+            "avoid that, keep such objects out of hyper-parameters "
+            "(`save_hyperparameters(ignore=...)`) and out of the `state_dict` of callbacks."
         )
 
 

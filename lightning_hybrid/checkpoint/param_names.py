@@ -40,8 +40,8 @@ def state_by_name(
     if len(names) != len(numbers):
         raise ValueError(
             f"`state_dict` (={len(numbers)} parameters) must have as many parameters as `optimizer` (={len(names)}), "
-            "because parameters are identified by their position. Create the optimizer as in the run that saved it, "
-            "or load only the weights."
+            "because parameters are identified by their position. Create the optimizer as in the run that saved the "
+            "checkpoint, or load only the weights."
         )
 
     name_of_number = dict(zip(numbers, names, strict=True))

@@ -61,7 +61,7 @@ class HookState:
         if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16, because gradients "
-                "are summed in it. Leave `comm.dtype` unset to sum gradients in their own dtype."
+                "are summed in this dtype. Leave `comm.dtype` unset to sum gradients in their own dtype."
             )
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype
@@ -128,8 +128,8 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
     buffer = bucket.buffer()
     if engine is None:
         raise RuntimeError(
-            "The state of the DDP communication hook has no engine, because it was unpickled. Register the hook again "
-            "with a new `HookState(engine=...)`."
+            "The state of the DDP communication hook has no engine, because the state was unpickled. Register the "
+            "hook again with a new `HookState(engine=...)`."
         )
     state.num_buckets += 1
     if buffer.layout != torch.strided or not buffer.is_floating_point():

@@ -178,8 +178,8 @@ class CommPlan:
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
                 f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16, because "
-                "each group needs a thread and a process group per stage on every rank. Set 4 or less, because more "
-                "groups have not been faster."
+                "each group needs a thread and a process group per stage on every rank. Set 4 or less, because "
+                "larger values have not been faster."
             )
 
     def bucket(
@@ -426,13 +426,13 @@ class CommPlan:
             )
         except RecursionError:
             raise ValueError(
-                f"A plan (={text[:80]!r}) must be a JSON object of numbers and strings, but this one is nested too "
-                "deeply. Create it with `CommPlan.to_json`."
+                f"A plan (={text[:80]!r}) must be a JSON object of numbers and strings, but this plan is nested "
+                "too deeply. Create the plan with `CommPlan.to_json`."
             ) from None
         if not isinstance(values, dict):
             raise ValueError(
-                f"A plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan. Create it "
-                "with `CommPlan.to_json`."
+                f"A plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan. Create "
+                "the plan with `CommPlan.to_json`."
             )
         field_names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(field_names))

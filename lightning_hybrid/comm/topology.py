@@ -48,14 +48,14 @@ class Topology:
         ranks = [rank for node in self.nodes for rank in node]
         if not ranks or not all(self.nodes) or sorted(ranks) != list(range(len(ranks))):
             raise ValueError(
-                f"`nodes` (={self.nodes}) must contain every rank from 0 to world_size - 1 exactly once, and no empty "
+                f"`nodes` (={self.nodes}) must contain every rank from 0 to world_size - 1 exactly once, but no empty "
                 "node. Use `Topology.discover`, or list all ranks."
             )
         sorted_nodes = sorted(tuple(sorted(node)) for node in self.nodes)
         if [tuple(node) for node in self.nodes] != sorted_nodes:
             raise ValueError(
                 f"`nodes` (={self.nodes}) must be in ascending order, within each node and from node to node, because "
-                "every rank must number nodes and leaders in the same way. Sort the ranks and the nodes."
+                "all ranks must number nodes and leaders in the same way. Sort the ranks and the nodes."
             )
         if not 0 <= self.rank < len(ranks):
             raise ValueError(
@@ -110,8 +110,9 @@ class Topology:
             return (tuple(node[0] for node in self.nodes),)
         if self.ranks_per_node is None:
             raise ValueError(
-                f"`nodes` (={self.nodes}) must have the same number of ranks on every node to form groups of equal "
-                "local rank. Launch the same number of ranks on every node, or use another scope."
+                f"`nodes` (={self.nodes}) must have the same number of ranks on every node, because groups contain "
+                "the ranks with equal local rank. Launch the same number of ranks on every node, or use another "
+                "scope."
             )
         # Ranks are in ascending order, because torch numbers the ranks of a group in this order.
         return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
@@ -206,8 +207,8 @@ class ReplicaSets:
             # Plans choose stages by the topology, and every rank takes part in creating the groups of all sets.
             raise ValueError(
                 f"`nodes` (={self.world.nodes}) must have the same number of ranks of each set on every node, but the "
-                f"sets {self.sets} are spread over the nodes in different ways. Launch the same number of ranks on "
-                f"every node, a multiple of {len(self.sets)}."
+                f"sets {self.sets} are distributed unequally over the nodes. Launch the same number of ranks on every "
+                f"node, which must be a multiple of {len(self.sets)}."
             )
 
     @property

@@ -54,14 +54,14 @@ class Embedding:
         if not embeddings or not all(isinstance(embedding, Tensor) for embedding in embeddings):
             raise ValueError(
                 f"`embed` (={self.name}) returned a {type(result).__name__}, but must return a tensor or a tuple of "
-                "tensors, because the loss is called with them. Return the tensors in a tuple."
+                "tensors, because the results are the arguments of the loss. Return the tensors in a tuple."
             )
         for embedding in embeddings:
             if embedding.dim() == 0 or len(embedding) != part.num_rows:
                 raise ValueError(
                     f"`embed` (={self.name}) must return one row for each row of its chunk of the batch, but returned "
                     f"a tensor of shape {tuple(embedding.shape)} for {part.num_rows} rows. `GlobalBatch` splits "
-                    "tensors, arrays and lists with one entry per row. Put samples into these, and return other "
-                    "values from another method."
+                    "tensors, arrays and lists with one entry per row. Return samples as one of these, and return "
+                    "other values from another method."
                 )
         return embeddings

@@ -219,9 +219,9 @@ def _refuse_special_tensor(name: str, module: nn.Module, parameter: Tensor) -> N
     elif not parameter.is_leaf:
         kind = "result of another computation"
     raise ValueError(
-        f"`{name}` (a {kind}) must be a plain parameter, because `GlobalBatch` replaces the parameters of the module "
-        "by other tensors. Use the loss without `GlobalBatch`, or a module without sharded, scripted or computed "
-        "parameters."
+        f"`{name}` (a {kind}) must be a plain parameter, because `GlobalBatch` temporarily replaces the parameters "
+        "of the module with other tensors. Use the loss without `GlobalBatch`, or a module without sharded, "
+        "scripted or computed parameters."
     )
 
 

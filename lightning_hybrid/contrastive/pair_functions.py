@@ -34,8 +34,8 @@ def refuse_second_derivatives(name: str) -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"`{name}` cannot be differentiated twice, but backward was called with `create_graph=True`. Leave this "
-            "argument out."
+            f"`{name}` cannot be differentiated twice, but backward was called with `create_graph=True`. Leave "
+            "`create_graph` out."
         )
 
 

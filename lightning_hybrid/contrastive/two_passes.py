@@ -97,8 +97,8 @@ class TwoPasses:
         if names := self._parameters.names_of_changed():
             raise ValueError(
                 f"`embed` (={self._embedding.name}) changed {_listed(names)}, but must not change parameters, because "
-                "it runs once for each chunk of a batch and again in backward. Move the update to a hook such as "
-                "`on_train_batch_start`."
+                "`embed` runs once for each chunk of a batch and again in backward. Move the update to a hook such "
+                "as `on_train_batch_start`."
             )
         by_embedding = zip(*[first.embeddings for first in self._first_passes], strict=True)
         return tuple(torch.cat(values) for values in by_embedding)
@@ -125,9 +125,9 @@ class TwoPasses:
         if self._trains_network and not any(embedding.requires_grad for embedding in embeddings):
             raise ValueError(
                 f"`embed` (={self._embedding.name}) must return embeddings that depend on trained parameters of "
-                f"`{self._module_name}`, because these would get no gradient otherwise. Compute the embeddings "
-                "without `torch.no_grad()` and `detach()`. With activation checkpointing, set use_reentrant=False, or "
-                "pass an input that requires a gradient."
+                f"`{self._module_name}`, because these parameters would get no gradient otherwise. Compute the "
+                "embeddings without `torch.no_grad()` and `detach()`. With activation checkpointing, set "
+                "use_reentrant=False, or pass an input that requires a gradient."
             )
         if not self._is_checked:
             return
@@ -136,9 +136,9 @@ class TwoPasses:
             if id(leaf) not in trained_ids:
                 raise ValueError(
                     f"`embed` (={self._embedding.name}) must depend only on trained parameters of "
-                    f"`{self._module_name}`, but depends on another tensor of shape {tuple(leaf.shape)} that "
-                    "requires a gradient and would get none. Make the module of that tensor an attribute of "
-                    f"`{self._module_name}`."
+                    f"`{self._module_name}`, but depends on another tensor of shape {tuple(leaf.shape)}, "
+                    "which requires a gradient but would get none. Make the module of that tensor an "
+                    f"attribute of `{self._module_name}`."
                 )
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ class TwoPasses:
         if kinds != expected:
             raise RuntimeError(
                 f"`embed` (={self._embedding.name}) must return embeddings of the same shape, dtype and requires_grad "
-                f"in both passes, but they were {expected} in the first pass and {kinds} in the second. Remove code "
-                "whose result changes from call to call."
+                f"in both passes, but they were {expected} in the first pass and {kinds} in the second pass. Remove "
+                "code whose result changes from call to call."
             )
 
     def _check_distance(self, distance: Tensor) -> None:

@@ -40,7 +40,7 @@ _LACKS_SAMPLER_STATE = (
     "the checkpoint lacks the state of its sampler, because only one rank saved it, the number of ranks has changed, "
     "or the last step was not finished"
 )
-_NO_BATCH_PER_LIST = "it does not return one batch for each index list of its sampler"
+_NO_BATCH_PER_LIST = "the loader does not return one batch for each index list of its sampler"
 _OUT_OF_ORDER = "with in_order=False, the order of batches depends on the timing of its workers"
 
 
@@ -476,7 +476,8 @@ class ExactResume:
             raise self.error(
                 f"its {source} does not reproduce the samples before the checkpoint. {self._possible_seed()}The "
                 f"{source} may also have changed, or it may create its own random generators or count its iterations. "
-                "Make its order depend on `set_epoch`, on a generator that it holds, or on the global generators"
+                f"Make the order depend on `set_epoch`, on a generator that the {source} holds, or on the global "
+                "generators"
             )
 
     def _possible_seed(self) -> str:
@@ -541,9 +542,9 @@ class ExactResume:
         )
         if not is_over:
             raise RuntimeError(
-                f"The training loader (={type(self.loader).__name__}) must be read by one training loop at a time, "
-                "but a second iteration began in the middle of an epoch, which would skip samples. Iterate over "
-                "`trainer.train_dataloader` instead of the `CombinedLoader` that holds it."
+                f"The training loader (={type(self.loader).__name__}) must be read by only one training loop at a "
+                "time, but a second iteration began in the middle of an epoch, which would skip samples. Iterate "
+                "over `trainer.train_dataloader` instead of the `CombinedLoader` that holds the training loader."
             )
 
     def _is_dealt_as(self, state: Mapping[str, Any]) -> bool:
@@ -572,8 +573,8 @@ class ExactResume:
         elif self.is_stream and num_workers != state["num_workers"]:
             saved_workers = state["num_workers"]
             raise self.error(
-                f"`num_workers` (={num_workers}) must equal the value of the checkpoint. "
-                f"Set num_workers={saved_workers}"
+                f"`num_workers` (={num_workers}) must equal the checkpoint's {saved_workers}. Set "
+                f"num_workers={saved_workers}"
             )
         else:
             lacks_own = own is None and not self.traits.follows_from_epoch
@@ -587,8 +588,8 @@ class ExactResume:
             saved_value = getattr(saved, name)
             if value != saved_value:
                 raise self.error(
-                    f"it was restarted within this epoch after its end, so `{name}` (={value}) must equal the value "
-                    f"of the checkpoint. Set {name}={saved_value}"
+                    "the loader of the checkpoint ran out and was iterated again within the same epoch, so "
+                    f"`{name}` (={value}) must equal the checkpoint's {saved_value}. Set {name}={saved_value}"
                 )
 
     def error(self, reason: str) -> NotExactError:

@@ -233,7 +233,7 @@ class ResumableLoader(ABC):
                 and (epoch, len(self)) != (self.epoch + 1, self.batches_done)
             ):
                 raise RuntimeError(
-                    f"`epoch` (={epoch}) must follow the resumed position, which is {self.batches_done} of "
+                    f"`epoch` (={epoch}) must match the resumed position, which is {self.batches_done} of "
                     f"{len(self)} batches of epoch {self.epoch}, because images would be skipped otherwise. With "
                     "`max_steps`, Lightning counts an epoch twice. Pass the trainer to the loader: "
                     f"{type(self).__name__}(..., trainer=trainer)."
@@ -291,8 +291,8 @@ class ResumableLoader(ABC):
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
                 f"`{missing[0]}` must be in the checkpoint's state of the training loader, but the state contains "
-                f"only {sorted(state)}, because another loader or version wrote it. Use the training loader and the "
-                "version of the interrupted run."
+                f"only {sorted(state)}, because it was written by another loader or version. Use the training "
+                "loader and the version of the interrupted run."
             )
         self._refuse_other(
             state, self._SAME, "the resumed epoch would repeat some images and skip others"
@@ -322,8 +322,8 @@ class ResumableLoader(ABC):
             if state[name] != own_value:
                 cure = cures.get(name, f"{name}={state[name]} as in the interrupted run")
                 raise ValueError(
-                    f"`{name}` (={own_value}) must equal the value of the checkpoint (={state[name]}), because {why}. "
-                    f"Set {cure}."
+                    f"`{name}` (={own_value}) must equal the checkpoint's value (={state[name]}), because {why}. Set "
+                    f"{cure}."
                 )
 
     def __len__(self) -> int:
@@ -391,7 +391,7 @@ def eval_shares(
     if smallest_share < 1:
         raise ValueError(
             f"`world_size` (={world_size}) must be at most the number of images to evaluate (={num_images}), because "
-            "every rank needs an image. Use fewer ranks, or set limit_val_batches=0."
+            "every rank needs at least one image. Use fewer ranks, or set limit_val_batches=0."
         )
     # The number of batches is equal on all ranks, because collectives in a batch, such as DDP's broadcast of BatchNorm
     # statistics, need all ranks. No batch may be empty, so their number is at most that of the smallest share's images.

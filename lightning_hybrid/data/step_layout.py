@@ -39,8 +39,8 @@ class StepLayout:
         """Number of samples in a step, over all ranks."""
         if self.batch_size is None:
             raise ValueError(
-                "`batch_size` (=None) must be a number, because the number of samples per batch of a batch sampler is "
-                "unknown. Set `batch_size` in the loader."
+                "`batch_size` (=None) must be a number, because a batch sampler does not define the number of samples per "
+                "batch. Set `batch_size` in the loader."
             )
         return self.world_size * self.batch_size * self.accumulate_grad_batches
 
@@ -83,7 +83,7 @@ class StepLayout:
             saved_value = getattr(saved, name)
             if value != saved_value:
                 raise ValueError(
-                    f"`{name}` (={value}) must equal the value of the checkpoint. Set {name}={saved_value}"
+                    f"`{name}` (={value}) must equal the checkpoint's {saved_value}. Set {name}={saved_value}"
                 )
 
     def _of_same_step(self, saved: StepLayout) -> str:

@@ -367,9 +367,9 @@ class ElasticFit:
         """
         if self.is_in_step:
             raise RuntimeError(
-                "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic', because a rank may "
-                "process several shards of a step, and other hosts do not participate. Call it in a hook, where it "
-                "gathers from the ranks of the host."
+                "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic', because a rank "
+                "may process several shards of a step while other hosts do not participate. Call `all_gather` in a "
+                "hook, where it gathers only from the ranks of the same host."
             )
 
     # ---- a step ------------------------------------------------------------------------------------------------------

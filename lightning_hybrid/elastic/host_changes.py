@@ -253,8 +253,8 @@ class Views:
                 ended.append(host)
         if ended and not self.stops and self.topology.local_rank == 0:
             log.warning(
-                "elastic: hosts %s have finished training after step %d, but this host continues with %d hosts in "
-                "total. Use the same `max_steps`, `max_epochs`, `max_time` and callbacks on every host.",
+                "elastic: hosts %s have finished training after step %d, but this host continues, with %d hosts "
+                "in total. Use the same `max_steps`, `max_epochs`, `max_time` and callbacks on every host.",
                 ", ".join(ended),
                 view.target,
                 len(view.hosts),
@@ -527,8 +527,8 @@ class Views:
         difference = first_difference(hashes_by_rank, [member.host for member in view.members])
         raise ReplicaDriftError(
             f"elastic: hosts have different models before step {view.target} (view {view.number}): {difference}. A "
-            "joining host did not receive the state of the other hosts. Use the same code and library versions on "
-            "every host, and resume from a checkpoint."
+            "joining host did not receive the state of the other hosts. Check that all hosts run the same code "
+            "and library versions, and resume from a checkpoint."
         )
 
 

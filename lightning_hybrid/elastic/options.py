@@ -78,8 +78,8 @@ def refuse_meeting_points(meet: Any) -> None:
 
 
 _RULE = (
-    "must be a list of addresses with ports, the same on all hosts, because each host listens at the first address "
-    "that is its own."
+    "must be a list of addresses with ports, the same on all hosts, because each host listens on the first of its "
+    "own addresses."
 )
 _CURE = 'Set meet="10.0.0.1:29400,10.0.0.2:29400", or set HYBRID_ELASTIC_MEET.'
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")

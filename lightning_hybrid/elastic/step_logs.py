@@ -85,9 +85,9 @@ class EpochLogs:
                 self._warned_of.add(name)
                 rank_zero_warn(
                     f"`{name}` (={type(self._trainer.lightning_module.get_submodule(name)).__name__}) covers only the "
-                    "first shard of each rank in an elastic run, because its states are not sums, so they cannot be "
-                    "added over shards and hosts. Its value differs between hosts. Compute the metric in validation, "
-                    "where each host evaluates the whole set, or use a metric whose states are sums."
+                    "first shard of each rank in an elastic run, because only states that are sums can be added over "
+                    "shards and hosts. The value of this metric differs between hosts. Compute the metric in "
+                    "validation, where each host evaluates the whole set, or use a metric whose states are sums."
                 )
 
     def commit(self) -> None:

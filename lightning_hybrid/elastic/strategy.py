@@ -144,8 +144,8 @@ class HybridElastic(HybridAllReduce):
             return
         if device.type != "cuda" or not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
             raise ValueError(
-                f"`strategy` (={ELASTIC_NAME!r}) supports CPUs, and NVIDIA GPUs with torch 2.15 or newer, but "
-                f"this rank trains on {device} with torch {torch.__version__}. Use "
+                f"`strategy` (={ELASTIC_NAME!r}) supports only CPUs, and NVIDIA GPUs with torch 2.15 or "
+                f"newer, but this rank trains on {device} with torch {torch.__version__}. Use "
                 "strategy='hybrid_allreduce'."
             )
         rank_zero_warn(f"`strategy` (={ELASTIC_NAME!r}) has not been run on a GPU yet.")

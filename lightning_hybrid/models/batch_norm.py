@@ -31,7 +31,7 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
     if not 0 <= momentum <= 1:
         raise ValueError(
             f"`momentum` (={momentum}) must be from 0 to 1, because it is the weight of the new batch in the running "
-            "statistics. Set momentum=0.1, which is PyTorch's default."
+            "statistics. Set momentum=0.1, the default of PyTorch."
         )
     # log1p(-1) is -inf, and with a single micro-batch the momentum must not change by rounding.
     if momentum == 1 or accumulate_grad_batches == 1:

@@ -156,7 +156,7 @@ class LAMB(LayerwiseOptimizer):
         if bound is not None and bound != common:
             raise ValueError(
                 f"`max_grad_norm` (={bound!r:.80}) must equal the optimizer's value (={common}), because it bounds the "
-                "norm of the gradients of all groups. Pass it to LAMB instead of a group."
+                "norm of the gradients of all groups together. Pass `max_grad_norm` to LAMB instead of a group."
             )
         super().add_param_group(param_group)
 

@@ -214,7 +214,7 @@ class LayerwiseOptimizer(Optimizer):
         if fused != common:
             raise ValueError(
                 f"`fused` (={fused!r:.80}) must equal the optimizer's value (={common}), because all groups are "
-                f"checked for inf and nan together. Pass it to {type(self).__name__} instead of a group."
+                f"checked for inf and nan together. Pass `fused` to {type(self).__name__} instead of a group."
             )
         super().add_param_group(param_group)
         try:
@@ -232,14 +232,14 @@ class LayerwiseOptimizer(Optimizer):
             if param.dtype not in _DTYPES:
                 raise ValueError(
                     f"`{param_name(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or "
-                    "float64, because the trust ratio needs real floating-point norms. Use another optimizer for this "
-                    "parameter, or store a complex parameter as `torch.view_as_real` of it."
+                    "float64, because the trust ratio needs real floating-point norms. Use another optimizer for "
+                    "this parameter, or convert a complex parameter with `torch.view_as_real`."
                 )
             if self.defaults["fused"] and param.device.type not in fused_devices:
                 raise ValueError(
-                    f"`fused` (=True) requires parameters on {' or '.join(fused_devices)}, but one is on "
-                    f"`{param.device}`, where {type(self).__name__} has no fused kernels. Set fused=None, or use "
-                    "torch.compile(optimizer.step)."
+                    f"`fused` (=True) requires parameters on {' or '.join(fused_devices)}, but one parameter is "
+                    f"on `{param.device}`, where {type(self).__name__} has no fused kernels. Set fused=None, or "
+                    "use torch.compile(optimizer.step)."
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -322,5 +322,5 @@ def _check_all_matched(
         if isinstance(exclusion, type):
             raise ValueError(
                 f"`exclude` (={exclusion.__name__}) matches none of the {len(names)} parameters, because no module of "
-                "this type has a parameter. Leave it out, or check the types of the model's modules."
+                "this type has a parameter. Leave `exclude` out, or check the types of the model's modules."
             )

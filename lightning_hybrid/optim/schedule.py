@@ -146,8 +146,8 @@ def _check_numbers(
     require_whole("warmup_steps", warmup_steps, reason, least=0)
     if warmup_steps >= total_steps:
         raise ValueError(
-            f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}), which includes the "
-            "warm-up. Set both as numbers of optimizer steps."
+            f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}), because "
+            "`total_steps` includes the warm-up. Set both as numbers of optimizer steps."
         )
     reason = (
         "with 0 the learning rate would never decay. Use 1 for a linear decay, or 2 as MLPerf does"
@@ -233,8 +233,9 @@ def _scaled_lars_rate(batch_size: int, scale: float) -> float:
     largest = batch_sizes[-1]
     if batch_size > largest:
         raise ValueError(
-            f"`batch_size` (={batch_size}) must be at most {largest} for LARS, because no reference point for larger "
-            f"batches has been published. Start the search from the learning rate for batch size {largest}."
+            f"`batch_size` (={batch_size}) must be at most {largest} for LARS, because no reference learning rate "
+            "for larger batches has been published. Start your search from the learning rate for batch size "
+            f"{largest}."
         )
     if batch_size <= smallest:
         return scale * MLPERF_LARS[smallest] * batch_size / smallest

@@ -197,8 +197,8 @@ def example_hidden(module: Any) -> Iterator[None]:
     except AttributeError:
         raise ValueError(
             f"`example_input_array` (a property of {type(module).__name__}) must have a setter, because a pipeline "
-            "hides it during a run to prevent Lightning's model summary from running the whole network on one rank. "
-            "Assign it in `__init__`."
+            "must hide it during a run to prevent Lightning's model summary from running the whole network on one "
+            "rank. Assign `example_input_array` in `__init__` instead."
         ) from None
     try:
         yield

@@ -248,15 +248,16 @@ def _cumulative(values: Sequence[float]) -> list[float]:
 def _check_length(name: str, values: Sequence[float], length: int, items: str) -> None:
     if len(values) != length:
         raise ValueError(
-            f"`{name}` (={len(values)} numbers) must have one number for each of the {length} {items}. Add or remove "
-            "numbers."
+            f"`{name}` (={len(values)} numbers) must contain one number for each of the {length} {items}. Add or "
+            "remove numbers."
         )
 
 
 def _check_finite(name: str, values: Sequence[float]) -> None:
     if not all(0 <= value < math.inf for value in values):
         raise ValueError(
-            f"`{name}` (={list(values)!r:.80}) must contain only finite numbers that are 0 or more."
+            f"`{name}` (={list(values)!r:.80}) must contain only finite numbers that are not "
+            "negative."
         )
 
 

@@ -95,8 +95,8 @@ class Stages:
             descriptions.append(f"rank {rank}: {description}")
         raise ValueError(
             f"{subject} must be the same on all ranks of a pipeline ({'; '.join(descriptions)}), because the first "
-            "stage reads the images and the last stage reads the labels. Use a sampler that Lightning may replace, or "
-            "pass `trainer.strategy.distributed_sampler_kwargs` to your sampler or `IterableDataset`."
+            "stage reads the images and the last stage reads the labels. Use a sampler that Lightning can replace, "
+            "or pass `trainer.strategy.distributed_sampler_kwargs` to your sampler or `IterableDataset`."
         )
 
     def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:

@@ -52,7 +52,8 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     except _InputFound as call:
         return call.tensors
     raise ValueError(
-        "`training_step` must call the network that `of` names, but it did not. Set `of` to the network that it calls."
+        "`training_step` must call the network that `of` names, but it did not. Set `of` to the name of the network that "
+        "it calls."
     )
 
 
@@ -70,9 +71,9 @@ def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
         arguments = [type(value).__name__ for value in tensors]
         arguments += kwargs
         raise ValueError(
-            "The network that `of` names must be called with positional tensors only, because they are passed to its "
-            f"first block, but it was called with: {', '.join(arguments)}. Pass tensors by position, and store other "
-            "values as attributes of the network."
+            "The network that `of` names must be called with positional tensors only, because they are passed to "
+            f"its first block, but the arguments were: {', '.join(arguments)}. Pass tensors by position, and store "
+            "other values as attributes of the network."
         )
     return tuple(tensors)
 
@@ -115,8 +116,8 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     if size % num:
         raise ValueError(
             f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank, because "
-            "micro-batches have equal sizes. Change one of the two values, or set `drop_last=True` in the loader if "
-            "only the last batch is smaller."
+            "micro-batches have equal sizes. Change one of the two values. If only the last batch is smaller, set "
+            "`drop_last=True` in the loader."
         )
     if size == 0:
         return [batch] * num

@@ -101,7 +101,8 @@ def _check_profile(profile: BlockProfile, schedule: str) -> None:
     if STAGES_PER_RANK[schedule] > 1 and profile.most_bytes != math.inf:
         raise ValueError(
             f"`cuts.most_bytes` (={profile.most_bytes:g}) must be left out with schedule={schedule!r}, because it "
-            'limits one stage, but each rank has two stages in this schedule. Set schedule="1f1b", or leave it out.'
+            'limits one stage, but each rank has two stages in this schedule. Set schedule="1f1b", or leave '
+            "`cuts.most_bytes` out."
         )
 
 
@@ -113,8 +114,9 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
     is_ascending = are_places and list(cuts) == sorted(set(cuts))
     if not is_ascending or len(cuts) != total - 1:
         raise ValueError(
-            f"`cuts` (={cuts!r}) must be {total - 1} ascending block indices, one for the first block of each stage "
-            f"except the first ({num_stages} ranks have {total} stages). Leave `cuts` out to balance the stages."
+            f"`cuts` (={cuts!r}) must be {total - 1} block indices in ascending order, one for the first block of "
+            f"each stage except the first ({num_stages} ranks have {total} stages). Leave `cuts` out to balance the "
+            "stages."
         )
 
 
@@ -136,7 +138,7 @@ def check_ranks(
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
             f"`schedule` (={schedule!r}) requires a single pipeline (here {num_stages} of {world_size} ranks) without "
-            "`checkpoint_activations`, because torch adds the gradients of weights to `.grad` directly, where "
+            "`checkpoint_activations`, because torch adds weight gradients to `.grad` directly, where "
             "DistributedDataParallel does not see them. Set schedule='interleaved'."
         )
     if world_size % num_stages:
@@ -235,8 +237,8 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     else:
         raise ValueError(
             f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns its modules "
-            f"in order, where each module takes the output of the previous one. {type(net).__name__} has neither. Add "
-            "the method."
+            f"in order, where each module takes the output of the previous one. {type(net).__name__} has neither. "
+            "Define the method `pipeline_blocks()`."
         )
 
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -245,7 +247,7 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
         names = ", ".join(f"`{name}`" for name in outside[:3])
         raise ValueError(
             f"Parameters {names} ({len(outside)} in all) must be in a block of `of` (={of!r}), because parameters "
-            "outside the network belong to no stage. Move them into the network."
+            "outside the blocks belong to no stage. Move them into a block."
         )
     return blocks
 
@@ -264,8 +266,8 @@ def _network_of(module: nn.Module, of: str) -> Any:
         ) from None
     if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
         raise ValueError(
-            f"`of` (={of!r}) must not be compiled as a whole, because its stages run separately. Compile its blocks, "
-            "or leave torch.compile out."
+            f"`of` (={of!r}) must not be compiled as a whole, because its stages run separately. Compile the blocks "
+            "instead, or leave torch.compile out."
         )
     return net
 
@@ -301,15 +303,15 @@ def cut_places(
     if num_blocks < num_stages:
         raise ValueError(
             f"`num_stages` (={num_stages} in all) must not exceed the number of blocks (={num_blocks}), "
-            "because every stage needs at least one. Lower `num_stages`, or split the network into more "
-            "blocks."
+            "because every stage needs at least one block. Lower `num_stages`, or split the network "
+            "into more blocks."
         )
     if isinstance(cuts, BlockProfile):
         if len(cuts.seconds) != num_blocks:
             raise ValueError(
                 f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the "
-                f"{num_blocks} blocks of the network. Measure them with BlockProfile.measured(blocks, "
-                "example)."
+                f"{num_blocks} blocks of the network. Measure the blocks with "
+                "BlockProfile.measured(blocks, example)."
             )
         places = _places_by_profile(cuts, num_stages, num_microbatches, schedule)
     elif cuts is None:

@@ -352,8 +352,9 @@ class TrainingStep:
         if differing:
             rank_zero_warn(
                 f"Logged values differ between the stages of a pipeline: {'; '.join(differing)}. Outside of "
-                "`training_step`, a hook sees only the gradients and weights of its rank's stages, but loggers write "
-                "the values of rank zero. A norm that is computed in a hook is not the norm of the whole network."
+                "`training_step`, a hook sees only the gradients and weights of its rank's stages, but loggers "
+                "write only the values of rank zero. A norm that is computed in a hook is therefore not the norm of "
+                "the whole network."
             )
 
     @contextmanager
@@ -384,18 +385,18 @@ class TrainingStep:
             if not self._has_warned and is_compared and has_drawn():
                 self._has_warned = True
                 rank_zero_warn(
-                    "`training_step` draws random numbers. In a pipeline, the values that it logs use other random "
-                    "numbers than training, but the gradients are correct. Draw random numbers in the loader, or log "
-                    "in validation."
+                    "`training_step` draws random numbers. In a pipeline, logged values use other random numbers "
+                    "than training, but the gradients are correct. Draw random numbers in the loader, or log in "
+                    "validation."
                 )
 
     def _check_rows(self, net_input: Tensor) -> None:
         if net_input.dim() == 0 or net_input.shape[0] != self._num_rows:
             raise ValueError(
                 f"The network's input for a whole batch (of shape {tuple(net_input.shape)}) must have as many rows as "
-                f"all of its micro-batches (= {self._num_rows}), because logged values would cover other rows than "
-                "training otherwise. Compute the rows that `training_step` passes to the network from the rows of the "
-                "batch."
+                f"all of its micro-batches together (= {self._num_rows}), because logged values would cover other "
+                "rows than training otherwise. Compute the rows that `training_step` passes to the network from the "
+                "rows of the batch."
             )
 
     def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
@@ -416,7 +417,7 @@ class TrainingStep:
         if changed:
             raise ValueError(
                 f"Buffers outside of the network (`{'`, `'.join(changed[:3])}`) must not be changed in "
-                "`training_step` in a pipeline, because the number of calls of `training_step` differs between ranks, "
-                "so the buffers would diverge. Change them in `on_train_batch_end` based on the output of "
-                "`training_step`, which is the same on all ranks there."
+                "`training_step` in a pipeline, because the number of calls of `training_step` differs between "
+                "ranks, so the buffers would diverge. Change the buffers in `on_train_batch_end` based on the output "
+                "of `training_step`, which is the same on all ranks there."
             )

@@ -164,7 +164,7 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         else:
             also = ""
         raise ValueError(
-            f"`{key}` (={new.get(key)}) must equal the value of the checkpoint (={old.get(key)}), "
+            f"`{key}` (={new.get(key)}) must equal the checkpoint's value (={old.get(key)}), "
             f"because {path} belongs to a run with another configuration.{also} Set "
             f"{key}={old.get(key)}, or start a new run in another hydra.run.dir without `resume`."
         )

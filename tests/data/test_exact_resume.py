@@ -343,7 +343,7 @@ def under_workers(name: str, folder: str, workers: int) -> str:
 def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
     """Each worker reads its part, so that the batches are others."""
     (error,) = one_rank.run(under_workers, "stream", str(tmp_path), 2)
-    assert "`num_workers` (=2) must equal the value of the checkpoint. Set num_workers=0" in error
+    assert "`num_workers` (=2) must equal the checkpoint's 0. Set num_workers=0" in error
 
 
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):

@@ -253,7 +253,7 @@ def test_a_look_that_replaces_the_iterators_of_training_is_refused_by_name(hook)
             return super().training_step(batch[0], batch_idx)
 
     callback = at(**{hook: lambda trainer, module, *args: next(iter(module.combined)) and None})
-    with pytest.raises(RuntimeError, match="must be read by one training loop at a time"):
+    with pytest.raises(RuntimeError, match="must be read by only one training loop at a time"):
         toy.trainer(max_epochs=1, callbacks=[callback]).fit(Keeps())
 
 

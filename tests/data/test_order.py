@@ -118,7 +118,7 @@ def batch_of_two_ranks(global_batch_size):
         ),
         (
             lambda: resumed_from({"seed": 4}),
-            r"^`seed` \(=.*must equal the value of the checkpoint.*Set ",
+            r"^`seed` \(=.*must equal the checkpoint's value.*Set ",
         ),
         (lambda: resumed_from({"global_batch_size": 24}), r"^`global_batch_size` \(="),
         (lambda: resumed_from({"num_images": 104}), r"^`num_images` \(="),
@@ -174,7 +174,7 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_one_may_follow():
 
     with pytest.raises(
         RuntimeError,
-        match=r"^`epoch` \(=1\) must follow .* 3 of 8 batches of epoch 0.*trainer=trainer",
+        match=r"^`epoch` \(=1\) must match .* 3 of 8 batches of epoch 0.*trainer=trainer",
     ):
         resumed_within.set_epoch(1)
     next(iter(resumed_within))
@@ -182,7 +182,7 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_one_may_follow():
 
     resumed_at_the_end.set_epoch(1)
     with pytest.raises(
-        RuntimeError, match=r"^`epoch` \(=2\) must follow .* 0 of 8 batches of epoch 1"
+        RuntimeError, match=r"^`epoch` \(=2\) must match .* 0 of 8 batches of epoch 1"
     ):
         resumed_at_the_end.set_epoch(2)
 

@@ -276,7 +276,7 @@ class LogsAuroc(Net):
 def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
     scene = {"train": shuffled, "val": lambda: DataLoader(Numbered(8), 4)}
     seen = fit(module=LogsAuroc, warns=True, **scene, **elastic(2))
-    texts = [text for text in seen.warnings if "states are not sums" in text]
+    texts = [text for text in seen.warnings if "only states that are sums" in text]
     assert len(texts) == 1
     assert "`auroc` (=BinaryAUROC)" in texts[0]
 

@@ -308,7 +308,7 @@ TWO_MICROBATCHES = {"batch_size": 16, "num_microbatches": 2, "max_epochs": 1}
 def test_a_loss_over_other_rows_than_those_of_the_micro_batches_is_refused(two_ranks):
     for seen in fit(two_ranks, SkipsRows, raises=True, **in_stages(**TWO_MICROBATCHES)):
         assert (
-            "(of shape (17, 12)) must have as many rows as all of its micro-batches (= 18)"
+            "(of shape (17, 12)) must have as many rows as all of its micro-batches together (= 18)"
             in seen.error
         )
 

@@ -107,7 +107,7 @@ def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(
     assert numbers[1] - numbers[0] == num_selections * 40
     with pytest.raises(
         ValueError,
-        match=r"`fused` \(=True\) requires parameters on cpu or meta, but one is on `cuda:0`.*LAMB",
+        match=r"`fused` \(=True\) requires parameters on cpu or meta, but one parameter is on `cuda:0`.*LAMB",
     ):
         LAMB([parameter(8, 4)], lr=0.1, fused=True)
 

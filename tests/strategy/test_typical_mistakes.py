@@ -174,7 +174,7 @@ def test_a_missing_checkpoint_is_answered_with_those_of_its_folder(tmp_path):
 
 def test_a_folder_in_place_of_a_checkpoint_is_answered_with_its_checkpoints(tmp_path):
     torch.save({}, tmp_path / "last.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"is a folder, but must be a file\. .*last\.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder, not a file\. .*last\.ckpt"):
         load(tmp_path)
 
 

@@ -318,7 +318,7 @@ def check_adasum_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nod
     ):
         raise ValueError(
             f"Bucket {bucket.index} (={bucket.algorithm!r} in {bucket.num_chunks} chunks, sent as "
-            f"{dtype_across_nodes} between nodes) must use 'hierarchical', one chunk and no other dtype between nodes "
+            f"{dtype_across_nodes} between nodes) must use 'hierarchical', one chunk and its own dtype between nodes "
             "for Adasum, because node leaders combine whole parameters. Use "
             "HybridAllReduceStrategy(between_nodes=Adasum()), or CommPlan(algorithm='hierarchical', "
             "chunk_bytes=2**50)."
@@ -339,13 +339,13 @@ def refuse_odd_nodes(topology: Topology) -> None:
     if num_nodes & (num_nodes - 1):
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(
-            "`between_nodes` (=Adasum()) requires a power of two as the number of nodes, because its tree combines "
+            "`between_nodes` (=Adasum()) requires a power of two as the number of nodes, because Adasum combines "
             f"nodes in pairs, but the run has {num_nodes} nodes. Launch {below} or {2 * below} nodes, or set "
             "between_nodes=Mean()."
         )
     if topology.ranks_per_node is None:
         raise ValueError(
             "`between_nodes` (=Adasum()) requires the same number of ranks on every node, but the nodes have "
-            f"{sizes}. Otherwise the average of a small node would count as much as that of a large node. Launch the "
-            "same number of ranks on every node, or set between_nodes=Mean()."
+            f"{sizes} ranks. Otherwise the average of a small node would count as much as that of a large node. "
+            "Launch the same number of ranks on every node, or set between_nodes=Mean()."
         )

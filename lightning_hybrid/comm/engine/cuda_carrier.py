@@ -89,9 +89,9 @@ class CudaCarrier:
         """
         if is_any_captured():
             raise RuntimeError(
-                "Gradient buckets cannot be all-reduced inside a CUDA graph capture, because the communication engine "
-                "checks their order and reports failures on the host in every step. Capture forward and backward "
-                "under DistributedDataParallel's `no_sync()`, or remove the capture."
+                "Gradient buckets cannot be all-reduced inside a CUDA graph capture, because the host must check "
+                "their order and report failures in every step. Capture forward and backward under "
+                "DistributedDataParallel's `no_sync()`, or remove the capture."
             )
         alignment = SHARD_ALIGNMENT
         if bucket.is_coded:

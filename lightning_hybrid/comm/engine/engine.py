@@ -205,8 +205,9 @@ class CommEngine:
             return Coder(codec, self.device, self.trace.count_rounding)
         if topology.rank == 0:
             warnings.warn(
-                f"`between_nodes.dtype` (='int{codec.bits}') has no effect, because all ranks are on one node, where "
-                "gradients are summed in their own dtype. Leave it out, or use several nodes.",
+                f"`between_nodes.dtype` (='int{codec.bits}') has no effect, because all ranks are on one node, "
+                "where gradients are summed in their own dtype. Leave `between_nodes.dtype` out, or use several "
+                "nodes.",
                 stacklevel=3,
             )
         return None
@@ -266,7 +267,8 @@ class CommEngine:
         if flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(
                 f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and "
-                "contiguous, because it is all-reduced in place. Pass a bucket's buffer or `tensor.view(-1)`."
+                "contiguous, because the tensor is all-reduced in place. Pass a bucket's buffer or "
+                "`tensor.view(-1)`."
             )
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange, is_exact)
         bucket = InFlightBucket(
@@ -475,6 +477,6 @@ class CommEngine:
     def _raise_as_unusable(self) -> None:
         self._latch.raise_if_tripped()
         raise RuntimeError(
-            "Gradients cannot be all-reduced after the strategy was torn down, because its communication engine is "
-            "closed. Run backward only during training."
+            "Gradients cannot be all-reduced after the strategy was torn down, because the communication engine "
+            "is closed. Run backward only during training."
         )

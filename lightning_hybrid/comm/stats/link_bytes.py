@@ -121,7 +121,8 @@ def traffic_of(
     if algorithm == "two_level" and topology.ranks_per_node is None:
         raise ValueError(
             f"`algorithm` (={algorithm!r}) requires the same number of ranks on every node, but these nodes have "
-            f"{[len(node) for node in topology.nodes]}. Pass 'flat', which the engine uses instead."
+            f"{[len(node) for node in topology.nodes]} ranks. Pass 'flat', because the engine uses the flat ring "
+            "on such nodes."
         )
     return Traffic(
         least_across=least_across, across=least_across, inside=2 * (most_ranks - 1) * num_bytes

@@ -188,7 +188,7 @@ class Host(SocketThread):
         num_hosts = 1 + len(self.machine.lobby)
         return (
             f"a run to join, or enough hosts to begin one: {num_hosts} of `min_hosts` (={settings.min_hosts}) are "
-            f"here. Of `meet` {', '.join(texts)}"
+            f"present. Of `meet` {', '.join(texts)}"
         )
 
     def _act(self) -> None:
@@ -318,7 +318,7 @@ class Host(SocketThread):
         _, uid, _ = struct.unpack("3i", credentials)
         if uid != os.getuid() or local in self._ranks or local == 0:
             raise MalformedError(
-                f"local rank {local} belongs to another user, or is already connected"
+                f"local rank {local} belongs to another user or is already connected"
             )
         self._ranks[local] = connection
         self._seen_s[local] = monotonic()
@@ -339,8 +339,8 @@ class Host(SocketThread):
             token,
         )
         why = (
-            f"`token` of host {self._settings.host} (={token}) must be that of this host (={refused_token}). "
-            "Start every host with the same code, options, data and libraries"
+            f"`token` of host {self._settings.host} (={token}) must equal the token of this host "
+            f"(={refused_token}). Start every host with the same code, options, data and libraries"
         )
         connection.send(kind="refused", why=why)
 

@@ -92,8 +92,8 @@ class OptionTables:
         if is_capturing():
             raise RuntimeError(
                 "`lr` or another option of `param_groups` must not change inside a CUDA graph capture, because "
-                "replays would read host memory that no longer exists. Run a step with these options before the "
-                "capture. Use a tensor for an `lr` that changes between replays."
+                "replays would read host memory that no longer exists. Run a step with the new options before "
+                "the capture. If `lr` changes between replays, use a tensor for it."
             )
         on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
         for slot, columns_of_groups in zip(self._slots, columns, strict=True):

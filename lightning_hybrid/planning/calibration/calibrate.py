@@ -106,8 +106,8 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     adds = _add_rates(samples)
     if not measured or not adds or not any(fits.values()):
         raise ValueError(
-            f"`limit_s` (={samples.took_s:.3g}) is too short to measure messages and all-reduces of several sizes, "
-            "which the fit needs. Set measure.limit_s=<seconds> to a larger value."
+            "`limit_s` must be larger, because messages and all-reduces of several sizes could not be measured in "
+            f"{samples.took_s:.3g} s. Increase it with measure.limit_s=<seconds>."
         )
     # A core that receives and adds is not faster than one that only receives or only adds.
     core_bytes_per_s = min(

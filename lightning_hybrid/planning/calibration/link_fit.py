@@ -83,14 +83,14 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     """
     if len(times_s) < 3 or min(times_s) < 0:
         raise ValueError(
-            f"`times_s` (of {sorted(times_s)} bytes) must contain at least three sizes, because a line fits any two "
-            "sizes exactly. Increase measure.limit_s=<seconds>."
+            f"`times_s` (of {sorted(times_s)} bytes) must contain at least three sizes, because any two sizes lie "
+            "exactly on a line. Increase the time limit with measure.limit_s=<seconds>."
         )
     sizes = sorted(times_s)
     if any(not times_s[size] or not min(times_s[size]) > 0 for size in sizes):
         raise ValueError(
-            "`times_s` must contain at least one time for each size, and all times must be positive, because they are "
-            "measured durations. Repeat the measurement."
+            "`times_s` must contain at least one time for each size, and all times must be positive, because times "
+            "are measured durations. Repeat the measurement."
         )
     medians_s = np.array([float(np.median(times_s[size])) for size in sizes])
     fits = {burst: _lines(_loads(sizes, burst), medians_s[None]) for burst in BURSTS_BYTES}

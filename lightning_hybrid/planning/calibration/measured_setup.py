@@ -61,7 +61,7 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"`samples` (={path}) must be a summary.json that `lightning-hybrid tune` has written: {error!r}. Leave "
-            "it out to measure again."
+            "`samples` out to measure again."
         ) from error
 
 
@@ -79,7 +79,8 @@ def read_nccl_log(path: str) -> dict[str, Any]:
     if not channels:
         raise ValueError(
             f"`nccl_log` (={path}) must be an NCCL log with the graph, because the number of channels is read from "
-            "it. Run any job with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH to create such a log, or leave it out."
+            "the graph. Run any job with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH to create such a log, or "
+            "leave `nccl_log` out."
         )
     version = re.search(r"NCCL version (\d+\.\d+\.\d+)", text)
     return {

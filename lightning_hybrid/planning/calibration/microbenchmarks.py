@@ -146,7 +146,7 @@ class Measurement:
         if self.dtype not in ("float16", "bfloat16", "float32"):
             raise ValueError(
                 f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32, because all-reduces are timed in "
-                "it. Set one of these."
+                "this dtype. Set one of these."
             )
         for name in self.algorithms:
             CommPlan(algorithm=name)  # raises if the algorithm is unknown
@@ -236,9 +236,9 @@ def validate(topology: Topology) -> None:
     if topology.ranks_per_node is None:
         sizes = ", ".join(str(len(node)) for node in topology.nodes)
         raise ValueError(
-            f"`nodes` (of {sizes} ranks) must have the same number of ranks on every node, because one description "
-            "covers all nodes. Set `--nproc-per-node` of torchrun or `--ntasks-per-node` of SLURM to the same number "
-            "on every node."
+            f"`nodes` (of {sizes} ranks) must have the same number of ranks on every node, because one cluster "
+            "description covers all nodes. Set `--nproc-per-node` of torchrun or `--ntasks-per-node` of SLURM to "
+            "the same number on every node."
         )
 
 

@@ -167,8 +167,8 @@ def simulate_pipeline(
                 left -= 1
         if left == before:
             raise ValueError(
-                "`order` must not deadlock, but all ranks wait for each other. Use an order that `schedule_tasks` "
-                "returns."
+                "`order` must not deadlock, but with this order all ranks wait for each other. Use an order that "
+                "`schedule_tasks` returns."
             )
     return tasks_by_rank
 

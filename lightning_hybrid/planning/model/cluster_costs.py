@@ -257,7 +257,7 @@ def _over_nccl(
         return (_stage("all_reduce", level, cost),)
     if algorithm == "gloo_ring":
         raise ValueError(
-            "`algorithm` (='gloo_ring') must be an algorithm of NCCL. Set nccl_ring, or use a `Gloo` transport."
+            "`algorithm` (='gloo_ring') must be an NCCL algorithm. Set nccl_ring, or use a `Gloo` transport."
         )
     # With two_level each rank reduces its shard between nodes on its own rail. With hierarchical a leader reduces all
     # bytes on one card.

@@ -137,7 +137,7 @@ def gloo_stages(
         codec_s = cluster.codec_s(algorithm, size, wire)
     if algorithm.startswith("nccl"):
         raise ValueError(
-            f"`algorithm` (={algorithm!r}) must be an algorithm of Gloo. Set flat, or use an `Nccl` transport."
+            f"`algorithm` (={algorithm!r}) must be a Gloo algorithm. Set flat, or use an `Nccl` transport."
         )
     if codec_s is None and (
         algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1)

@@ -40,7 +40,8 @@ class StepWorkload:
         if not self.gradients or min(times_s) < 0:
             raise ValueError(
                 f"`gradients` (={len(self.gradients)} tensors) must contain at least one tensor, and no time may be "
-                "negative, because these are the compute times of a step. Set at least one gradient."
+                "negative, because times are the compute times of a step. Set at least one gradient, and times of "
+                "0 or more."
             )
 
     @property
@@ -100,7 +101,7 @@ def buckets_of(
         if any(not 0 <= place <= len(numels) for place in places):
             raise ValueError(
                 f"`cuts` (={list(cuts)}) must be positions from 0 to the number of tensors (={len(numels)}), because "
-                "buckets end there. Correct the positions."
+                "a bucket ends at each position. Correct the positions."
             )
         sizes = [sum(numels[a:b]) * itemsize for a, b in itertools.pairwise(places) if b > a]
     dtype = {2: "float16", 4: "float32"}[itemsize]

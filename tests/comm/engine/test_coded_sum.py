@@ -147,7 +147,7 @@ def another_order(nodes, bits):
 def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(two_ranks):
     said = (
         "`between_nodes.dtype` (='int8') has no effect, because all ranks are on one node, where gradients "
-        "are summed in their own dtype. Leave it out, or use several nodes."
+        "are summed in their own dtype. Leave `between_nodes.dtype` out, or use several nodes."
     )
     for rank, (result, warned) in enumerate(two_ranks.run(sum_on_one_node)):
         assert torch.equal(result, sum(reals(rank, 300, torch.float32) for rank in range(2)))

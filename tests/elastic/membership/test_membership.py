@@ -227,7 +227,7 @@ def test_a_host_with_another_token_is_refused_by_a_message_with_both_tokens(host
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
     with pytest.raises(
-        RefusedError, match=r"`token` of host a \(=t\) must be that of this host \(=other\)"
+        RefusedError, match=r"`token` of host a \(=t\) must equal the token of this host \(=other\)"
     ):
         hosts("b", token="other").enter(0, timeout_s=20)
 

@@ -140,9 +140,9 @@ def test_a_link_slower_than_nccl_thinks_counts():
         (lambda: cluster().stages("star", 1.0), r"`algorithm` \(='star'\) must be one of flat"),
         (
             lambda: cluster().stages("nccl", 1.0),
-            r"`algorithm` \(='nccl'\) must be an algorithm of Gloo",
+            r"`algorithm` \(='nccl'\) must be a Gloo algorithm",
         ),
-        (lambda: cluster(transport=NCCL).stages("gloo_ring", 1.0), r"must be an algorithm of NCCL"),
+        (lambda: cluster(transport=NCCL).stages("gloo_ring", 1.0), r"must be an NCCL algorithm"),
         (
             lambda: Nccl(inside="ethernet"),
             r"`inside` \(=\['ethernet'\]\) must be among nvlink, pci",

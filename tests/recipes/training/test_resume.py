@@ -125,7 +125,7 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
         ("optim", "sgd", "lightning_hybrid.optim.LARS"),
     ):
         with pytest.raises(
-            ValueError, match=rf"^`{key}.* must equal the value of the checkpoint \(={was}\)"
+            ValueError, match=rf"^`{key}.* must equal the checkpoint's value \(={was}\)"
         ) as caught:
             resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
         assert "without `resume`" in str(caught.value)
