@@ -492,8 +492,8 @@ class Host(SocketThread):
     def _admit(self, host: str, committed: list[int]) -> None:
         """Add a host that asked for admission to the list of waiting hosts.
 
-        Only the head of a run admits hosts, or a host without a run. If this host is neither, or is not connected to the
-        other one yet, the other host asks again later.
+        Only the head of a run admits hosts, or a host without a run. If this host is neither, or is not yet connected
+        to the other one, the other host asks again later.
 
         Args:
             host: Host that asked.
