@@ -109,7 +109,7 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
         (lambda: microbatches({"path": "a.jpg"}, 4), "must have one row per sample"),
         (
             lambda: microbatches({"images": torch.zeros(8), "labels": torch.zeros(16)}, 4),
-            r"\(of \[8, 16\] rows\) must",
+            r"\(with \[8, 16\] rows\) must",
         ),
     ],
 )
