@@ -186,7 +186,7 @@ def who_waits(request: CheckRequest) -> Details:
         if row["where"].startswith("lightning_hybrid/")
     ]
     if not request.on_cuda:
-        raise NotHere("no step waits for a CPU, so only the training runs were checked")
+        raise NotHere("a CPU device never blocks a step, so only the training runs were checked")
     assert not ours, (
         f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
     )
