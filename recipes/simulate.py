@@ -192,8 +192,8 @@ def comparison(cfg: DictConfig) -> str:
     prices = list(cfg.prices_per_node_hour or [])
     if prices and len(prices) != len(names):
         raise ValueError(
-            f"`prices_per_node_hour` (={prices}) must have one price for each of `compare` "
-            f"(={names}), in the same order. Set as many prices, or leave it out."
+            f"`prices_per_node_hour` (={prices}) must have one price for each of `compare` (={names}), in the same "
+            "order. Set one price per cluster, or leave it out."
         )
     differing = ("cluster=", "compare=", "prices_per_node_hour=")
     shared = []

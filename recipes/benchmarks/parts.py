@@ -138,7 +138,7 @@ class PartsBench:
         _require_names("dtypes", self.dtypes, DTYPES)
         if PLANNED in self.arms and self.gradients and self.cluster is None:
             raise ValueError(
-                f"`arms` (={PLANNED}) needs a `cluster`, for which the planner chooses the plan. Set "
+                f"`arms` (={PLANNED}) requires a `cluster`, because the planner chooses the plan for it. Set "
                 "cluster=<name>, or remove this arm."
             )
 

@@ -146,23 +146,25 @@ class StepBench:
             try:
                 self._arm(name).strategy()
             except ValueError as error:
-                raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
+                raise ValueError(
+                    f"`steps.{key}` (={name!r}) must be a valid arm: {error}"
+                ) from error
         if self.overlap in (STOCK, COMPRESSED):
             raise ValueError(
-                f"`overlap` (={self.overlap}) must be a hybrid arm. Set it to auto or to the name of "
-                "an algorithm."
+                f"`overlap` (={self.overlap}) must be an arm of the hybrid strategy. Set overlap to auto or to the "
+                "name of an algorithm."
             )
         if self.overlap is not None and (computed := WITH_ARITHMETIC.intersection(self.gradients)):
             raise ValueError(
-                f"`overlap` (={self.overlap}) and `gradients` (={min(computed)}) cannot be combined: "
-                "the backward of this set computes, and its length cannot be set. Use the set "
-                "without arithmetic."
+                f"`overlap` (={self.overlap}) and `gradients` (={min(computed)}) cannot be combined, because the "
+                "backward pass of this set is real computation, whose duration cannot be set. Use the set without "
+                "computation."
             )
         if self.num_warmup_steps < 2:
             raise ValueError(
-                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more, because buckets "
-                "are rebuilt after the first step. Times are measured from the end of one step to "
-                "the end of the next."
+                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more, because buckets are rebuilt after "
+                "the first step, and times are measured from the end of one step to the end of the next. Set "
+                "num_warmup_steps=2."
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:

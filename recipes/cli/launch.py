@@ -343,9 +343,8 @@ def finish(exit_code: int) -> None:
         from lightning.pytorch.utilities import rank_zero_warn
 
         rank_zero_warn(
-            f"W&B's files of this run are incomplete ({error.strerror}), and `wandb sync` will "
-            "only send what they contain. All logged metrics are in curves.json of the run "
-            "directory, or in the report of a resumed run."
+            f"The W&B files of this run are incomplete ({error.strerror}), so `wandb sync` sends only a part of the "
+            "run. All logged metrics are in curves.json of the run directory, or in the report of a resumed run."
         )
 
 

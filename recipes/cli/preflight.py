@@ -94,14 +94,13 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
     Traceback (most recent call last):
         ...
     ValueError: `RANK` (='two') must be a whole number, at least 0. The launcher, torchrun or srun, sets this \
-environment variable: start the job with one of them, or `unset RANK`.
+environment variable. Start the job with one of them, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
         raise ValueError(
-            f"`{name}` (={value!r}) must be a whole number, at least 0. The launcher, torchrun or "
-            "srun, sets this environment variable: start the job with one of them, or `unset "
-            f"{name}`."
+            f"`{name}` (={value!r}) must be a whole number, at least 0. The launcher, torchrun or srun, sets this "
+            f"environment variable. Start the job with one of them, or `unset {name}`."
         )
     return int(value)
 
@@ -116,8 +115,8 @@ def check_launcher(variables: Mapping[str, str]) -> None:
     ...     "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
     Traceback (most recent call last):
         ...
-    ValueError: `RANK` (=2) must be below `WORLD_SIZE` (=2): ranks count from 0. Start the job with torchrun, which \
-sets both, or unset both.
+    ValueError: `RANK` (=2) must be below `WORLD_SIZE` (=2), because ranks count from 0. Start the job with \
+torchrun, which sets both, or unset both.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         for name in _LAUNCHED:
@@ -155,9 +154,9 @@ sets both, or unset both.
             and launch_values[rank] >= launch_values[size]
         ):
             raise ValueError(
-                f"`{rank}` (={launch_values[rank]}) must be below `{size}` "
-                f"(={launch_values[size]}): ranks count from 0. Start the job "
-                f"with {'srun' if rank.startswith('SLURM') else 'torchrun'}, which sets both, or unset both."
+                f"`{rank}` (={launch_values[rank]}) must be below `{size}` (={launch_values[size]}), because ranks "
+                f"count from 0. Start the job with {'srun' if rank.startswith('SLURM') else 'torchrun'}, which sets "
+                "both, or unset both."
             )
     parts = [
         launch_values.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
@@ -225,8 +224,8 @@ WANDB_MODE=offline.
     threads = variables.get("OMP_NUM_THREADS", "1")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")):
         raise ValueError(
-            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero. OpenMP ignores "
-            "any other value and uses all cores in each rank: set OMP_NUM_THREADS=1."
+            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero, because OpenMP ignores any other "
+            "value and uses all cores in each rank. Set OMP_NUM_THREADS=1."
         )
 
 
@@ -295,7 +294,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
                 is_there = name in there
             if not is_there:
                 raise ValueError(
-                    f"`{variable}` (={names}) must name interfaces of this host, and {name} is not one of "
+                    f"`{variable}` (={names}) must name interfaces of this host, but {name} is not one of "
                     f"{', '.join(there)}. Set it to one of them, or `unset {variable}`."
                 )
 
@@ -324,9 +323,8 @@ def _check_free(port: int) -> None:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             raise ValueError(
-                f"`MASTER_PORT` (={port}) must be a port that this process may open: "
-                f"{error.strerror}. Set another one, or `unset MASTER_PORT` to let a run on one host "
-                "choose a free port."
+                f"`MASTER_PORT` (={port}) must be a port that this process can listen on: {error.strerror}. Set "
+                "another one, or `unset MASTER_PORT` to let a run on one host choose a free port."
             ) from error
 
 
@@ -460,9 +458,8 @@ def check_resume(resume: Any) -> None:
     if not _is_path(resume) or resume == "auto" or Path(resume).is_file():
         return
     raise ValueError(
-        f"`resume` (={resume}) must be a checkpoint file, and there is no such file in "
-        f"{Path.cwd()}. Set resume=<run directory>/checkpoints/last.ckpt, or resume=auto with "
-        "its hydra.run.dir=... to use the newest checkpoint."
+        f"`resume` (={resume}) must be a checkpoint file, but there is no such file in {Path.cwd()}. Set resume=<run "
+        "directory>/checkpoints/last.ckpt, or resume=auto with its hydra.run.dir=... to use the newest checkpoint."
     )
 
 

@@ -141,10 +141,9 @@ def accumulation(
     if global_batch_size < 1 or global_batch_size % together:
         nearest = _nearest(global_batch_size, together)
         raise ValueError(
-            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * "
-            f"batch_size_per_rank` (={world_size} * {batch_size_per_rank}), and the number of "
-            f"accumulation steps would be {global_batch_size / together:.2f}. Set "
-            f"global_batch_size={nearest}."
+            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * batch_size_per_rank` "
+            f"(={world_size} * {batch_size_per_rank}), but the number of accumulation steps would be "
+            f"{global_batch_size / together:.2f}. Set global_batch_size={nearest}."
         )
     return global_batch_size // together
 
@@ -194,10 +193,9 @@ def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
             return rounds
     nearest = _nearest(share * world_size, world_size * max_batch_size)
     raise ValueError(
-        f"`global_batch_size` (={share * world_size}) must divide into equal batches, and the "
-        f"{share} images of each of {world_size} ranks have no divisor from "
-        f"{-(-share // (2 * fewest))} to `max_batch_size_per_rank` (={max_batch_size}). Set "
-        f"global_batch_size={nearest}, or use another number of ranks."
+        f"`global_batch_size` (={share * world_size}) must divide into equal batches, but the {share} images of each "
+        f"of {world_size} ranks have no divisor from {-(-share // (2 * fewest))} to `max_batch_size_per_rank` "
+        f"(={max_batch_size}). Set global_batch_size={nearest}, or use another number of ranks."
     )
 
 

@@ -164,8 +164,8 @@ class StudyPlan:
         shares = self.arms[self.base].shares
         if len(shares) != 1:
             raise ValueError(
-                f"`study.arms.{self.base}.shares` (={list(shares)}) must be one share, because all "
-                "other arms are compared with `study.base`. Remove the other shares."
+                f"`study.arms.{self.base}.shares` (={list(shares)}) must contain only one share, because all other "
+                "arms are compared with `study.base`. Remove the other shares."
             )
 
     @property
@@ -237,13 +237,13 @@ class StudyPlan:
 
 def _check_arm(key: str, arm: Arm) -> None:
     for share in arm.shares:
-        why = "it is a fraction of the training images. Set for example 0.25"
+        why = "it is a fraction of the training images. For example, set 0.25"
         require_share(f"{key}.shares", share, why)
     for axis, (low, high) in arm.axes.items():
         if not 0 < low < high:
             raise ValueError(
-                f"`{key}.axes.{axis}` (=[{low}, {high}]) must be two numbers above zero, the lower "
-                "one first, because the scale is logarithmic. Set for example [0.1, 10.0]."
+                f"`{key}.axes.{axis}` (=[{low}, {high}]) must be two numbers above zero, the lower one first, because "
+                "the scale is logarithmic. For example, set [0.1, 10.0]."
             )
 
 

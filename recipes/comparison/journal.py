@@ -160,9 +160,9 @@ class StudyJournal:
             study.set_user_attr(SETTINGS, now)
         elif saved_settings != now:
             raise ValueError(
-                f"`hydra.run.dir` (={self.folder}) contains fits of `{name}` with other settings "
-                f"({saved_settings}, now {now}), which must not be mixed. Use the same settings as "
-                "before, or set another hydra.run.dir."
+                f"`hydra.run.dir` (={self.folder}) contains fits of `{name}` with other settings ({saved_settings}, "
+                f"but now {now}), which cannot be mixed. Use the same settings as before, or set another "
+                "hydra.run.dir."
             )
         return study
 

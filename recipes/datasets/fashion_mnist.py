@@ -56,7 +56,7 @@ def array_of(content: bytes) -> Tensor:
     values = np.frombuffer(content, np.uint8, offset=first_value)
     if len(values) != prod(shape):
         raise ValueError(
-            f"`content` (={len(values)} values) must have as many values as its header says, "
+            f"`content` (={len(values)} values) must have as many values as its header specifies, "
             f"{' x '.join(map(str, shape))}. Use the published file."
         )
     return torch.from_numpy(values.reshape(shape).copy())

@@ -42,9 +42,8 @@ def check_files(root: str | Path, *, name: str = "root") -> None:
             missing.append(file_name)
     if missing:
         raise ValueError(
-            f"`{name}` (={root}) must be a folder with the files of Fashion-MNIST, and "
-            f"{', '.join(missing)} are missing. Install Debian's package (`apt-get install "
-            "dataset-fashion-mnist`), or copy the four files of "
+            f"`{name}` (={root}) must be a folder with the files of Fashion-MNIST, but {', '.join(missing)} are "
+            "missing. Install Debian's package (`apt-get install dataset-fashion-mnist`), or copy the four files of "
             "github.com/zalandoresearch/fashion-mnist into a folder and set data.root=<folder>."
         )
 
@@ -70,7 +69,6 @@ def content_of(root: str | Path, file_name: str) -> bytes:
 
 def _damaged(path: Path, problem: str) -> str:
     return (
-        f"`root` (={path.parent}) must contain the published files of Fashion-MNIST, and "
-        f"{path.name} {problem}. Install the package again (`apt-get install --reinstall "
-        "dataset-fashion-mnist`), or copy the file again."
+        f"`root` (={path.parent}) must contain the published files of Fashion-MNIST, but {path.name} {problem}. "
+        "Install the package again (`apt-get install --reinstall dataset-fashion-mnist`), or copy the file again."
     )

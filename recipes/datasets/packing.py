@@ -115,8 +115,8 @@ class Packing:
     def __post_init__(self) -> None:
         if Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
-                f"`out` (={self.out}) must not be the same folder as `root`, because shards must not "
-                "be next to class folders. Set out=<folder>."
+                f"`out` (={self.out}) must not be the same folder as `root`, because shards and class folders cannot "
+                "be in the same folder. Set out=<folder>."
             )
         for name, least, most in (("shard_bytes", 1, 2**40), ("quality", 1, 100)):
             if not least <= getattr(self, name) <= most:
@@ -152,14 +152,13 @@ class Packing:
         for split in self.splits:
             if not (out / split / INDEX_NAME).is_file():
                 raise ValueError(
-                    f"`out` (={out}) must be packed completely before it can be checked, and there is no "
+                    f"`out` (={out}) must be packed completely before it can be checked, but there is no "
                     f"{split}/{INDEX_NAME}. Run the command without check=true to continue the packing."
                 )
             if damaged := damaged_shards(out / split):
                 raise ValueError(
-                    f"`out` (={out}) must contain the shards that were packed, and {split}/{damaged[0]} "
-                    f"is damaged ({len(damaged)} shards of {split}/ are). Copy them again, or remove "
-                    f"{split}/ and pack again."
+                    f"`out` (={out}) must contain undamaged shards, but {split}/{damaged[0]} is damaged "
+                    f"({len(damaged)} damaged shards in {split}/). Copy them again, or remove {split}/ and pack again."
                 )
 
     def prepared(self, data: bytes) -> bytes:
@@ -331,10 +330,9 @@ class _Split:
         if len(corrupt) > self.packing.max_corrupt_images:
             name, why = corrupt[-1]
             raise ValueError(
-                f"`max_corrupt_images` (={self.packing.max_corrupt_images}) must be at least the "
-                f"number of images that cannot be decoded: there are {len(corrupt)} so far, the last "
-                f"one is {name} ({why}). Repair them, or set max_corrupt_images={len(corrupt)} or "
-                "more to leave them out."
+                f"`max_corrupt_images` (={self.packing.max_corrupt_images}) must be at least the number of images "
+                f"that cannot be decoded, but there are {len(corrupt)} so far, most recently {name} ({why}). Repair "
+                f"them, or set max_corrupt_images={len(corrupt)} or more to leave them out."
             )
 
 

@@ -61,9 +61,8 @@ class PackedText:
         path = folder / INDEX_NAME
         if not path.is_file():
             raise ValueError(
-                f"`data.root` (={folder}) must be a folder of completely packed text, and there is no "
-                f"{INDEX_NAME}. Pack text first: python recipes/pack.py packing=text root=<folder of "
-                "text> out=<this folder>."
+                f"`data.root` (={folder}) must be a folder of completely packed text, but there is no {INDEX_NAME}. "
+                "To pack text, run python recipes/pack.py packing=text root=<folder of text> out=<this folder>."
             )
         return cls(**json.loads(path.read_text()))
 
@@ -137,8 +136,8 @@ class TextPacking:
         if (out / INDEX_NAME).is_file():
             if (existing := PackedText.load(out)).about != about:
                 raise ValueError(
-                    f"`out` (={out}) must be empty or contain the result of the same options, and it was "
-                    f"packed with {existing.about}. Set another out=<folder>."
+                    f"`out` (={out}) must be empty or contain the result of the same options, but it was packed with "
+                    f"{existing.about}. Set another out=<folder>."
                 )
             return [f"{existing}; already packed"]
         out.mkdir(parents=True, exist_ok=True)
@@ -161,7 +160,7 @@ class TextPacking:
         )
         if not all(packed.num_tokens.values()):
             raise ValueError(
-                f"`root` (={self.root}) must contain enough text for {', '.join(SPLITS)}, and gives "
+                f"`root` (={self.root}) must contain enough text for {', '.join(SPLITS)}, but contains only "
                 f"{packed.num_tokens} tokens. Use a folder with more text."
             )
         with atomic_path(out / INDEX_NAME, has_rivals=True) as part:
@@ -253,7 +252,7 @@ def files_of(root: str | None) -> list[Path]:
     files = sorted(path for path in Path(root).rglob("*") if path.is_file())
     if not files:
         raise ValueError(
-            f"`root` (={root}) must be a folder with text, and contains no file. Set root=<folder>."
+            f"`root` (={root}) must be a folder with text, but it contains no files. Set root=<folder>."
         )
     return files
 
@@ -276,7 +275,7 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
     except ImportError as error:
         raise ValueError(
             "`tokenizers` must be installed to train and apply the vocabulary. Run pip install "
-            "'lightning-hybrid[text]'"
+            "'lightning-hybrid[text]'."
         ) from error
 
     def make(vocabulary: dict[str, int]) -> Any:

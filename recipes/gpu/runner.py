@@ -317,7 +317,8 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
         return [CheckOutcome(**row) for row in content["checks"]], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`out` (={path.parent}) must contain the report.json of a check: {error}."
+            f"`out` (={path.parent}) must contain a readable report.json of a check: {error}. Set out to the folder "
+            "of a finished check."
         ) from error
 
 

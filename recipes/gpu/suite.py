@@ -29,7 +29,7 @@ def gpu_tests(request: CheckRequest) -> Details:
         raise NotHere("the tests of `-m gpu` need a GPU")
     if not (ROOT / "tests").is_dir():
         raise NotHere(
-            "the tests are not part of an installed package: run this in a checkout of the "
+            "the tests are not part of an installed package, so run this in a checkout of the "
             "repository"
         )
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]

@@ -91,9 +91,9 @@ class Search:
             self.study.set_user_attr("settings", settings)
         elif saved_settings != settings:
             raise ValueError(
-                f"`hydra.run.dir` (={folder}) must contain trials with the same settings, which were "
-                f"{saved_settings} and are now {settings}. Use the same configuration as before, or "
-                "another directory."
+                f"`hydra.run.dir` (={folder}) must contain trials with the same settings, but these were "
+                f"{saved_settings} and are now {settings}. Use the same configuration as before, or set another "
+                "directory."
             )
 
     def rounds(self) -> list[list[FrozenTrial]]:

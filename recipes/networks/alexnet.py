@@ -346,8 +346,8 @@ def _check(
 ) -> None:
     if min(channels) < 1:
         raise ValueError(
-            f"`width` (={width}) must leave every layer at least one channel, and conv1 would "
-            f"have {channels[0]}. Set model.width={1 / CONV_CHANNELS[0]:.4f} or more."
+            f"`width` (={width}) must leave every layer at least one channel, but conv1 would have {channels[0]}. Set "
+            f"model.width={1 / CONV_CHANNELS[0]:.4f} or more."
         )
     for name, kernel in kernels.items():
         if kernel % 2 == 0:
@@ -362,6 +362,6 @@ def _check(
         )
     if pool_padding not in (0, 1):
         raise ValueError(
-            f"`pool_padding` (={pool_padding}) must be 0 or 1, at most half of the 3x3 window. "
+            f"`pool_padding` (={pool_padding}) must be 0 or 1, because padding can be at most half of the 3x3 window. "
             "Set model.pool_padding=1."
         )

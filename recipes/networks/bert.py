@@ -44,8 +44,7 @@ class Bert(nn.Module):
             from transformers import BertConfig, BertForMaskedLM
         except ImportError as error:
             raise ValueError(
-                "`transformers` must be installed for this network. Run pip install "
-                "'lightning-hybrid[text]'"
+                "`transformers` must be installed for this network. Run pip install 'lightning-hybrid[text]'."
             ) from error
         config = BertConfig(
             vocab_size=num_classes,

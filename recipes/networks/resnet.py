@@ -283,6 +283,6 @@ def _check(*, depth: int, variant: str, stem: str, zero_gamma: str, width: float
             )
     if round(width * STAGE_CHANNELS[0]) < 1:
         raise ValueError(
-            f"`width` (={width}) must leave every layer at least one channel, and conv1 would "
-            f"have none. Set model.width={1 / STAGE_CHANNELS[0]} or more."
+            f"`width` (={width}) must leave every layer at least one channel, but conv1 would have none. Set "
+            f"model.width={1 / STAGE_CHANNELS[0]} or more."
         )

@@ -162,15 +162,13 @@ class Classifier(pl.LightningModule):
             else:
                 name = "warmup_epochs"
             log.warning(
-                f"`{name}` (={getattr(self, name)}) is {asked} steps, and the run has only "
-                f"{total_steps}: the learning rate reaches optim.lr in the last step. Set a smaller "
-                f"{name}, or train longer."
+                f"`{name}` (={getattr(self, name)}) is {asked} steps, but the run has only {total_steps}, so the "
+                f"learning rate reaches optim.lr only in the last step. Set a smaller {name}, or train longer."
             )
         if steps_per_epoch < FEW_STEPS and total_steps < MANY_STEPS and self.trainer.is_global_zero:
             log.warning(
-                f"an epoch has only {steps_per_epoch} steps, and the run {total_steps}, which is too "
-                "few for most networks. Set a smaller global_batch_size, or recipe=small_images for "
-                "your own images."
+                f"An epoch has only {steps_per_epoch} steps and the run only {total_steps}, which are too few for "
+                "most networks. Set a smaller global_batch_size, or recipe=small_images for your own images."
             )
         # A short run, such as a test of three steps, may end during its warm-up.
         warmup_steps = min(asked or 0, total_steps - 1)
@@ -200,12 +198,11 @@ class Classifier(pl.LightningModule):
         schedule._last_lr = rates
         if self.trainer.is_global_zero:
             log.warning(
-                f"the schedule now has {self._planned_steps['total_steps']} steps instead of "
-                f"{saved_steps['total_steps']}, and {self._planned_steps['warmup_steps']} steps of "
-                f"warm-up instead of {saved_steps['warmup_steps']}: after step "
-                f"{self.trainer.global_step} the learning rate jumps from {rate_before:g} to "
-                f"{float(rates[0]):g}. The result differs from that of an uninterrupted run of this "
-                "length."
+                f"The schedule now has {self._planned_steps['total_steps']} steps instead of "
+                f"{saved_steps['total_steps']}, and {self._planned_steps['warmup_steps']} steps of warm-up instead of "
+                f"{saved_steps['warmup_steps']}, so after step {self.trainer.global_step} the learning rate jumps "
+                f"from {rate_before:g} to {float(rates[0]):g}. The result differs from that of an uninterrupted run "
+                "of this length."
             )
 
     def _num_steps(self) -> tuple[int, int]:

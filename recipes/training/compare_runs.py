@@ -144,8 +144,8 @@ def read_run(folder: Path, *, name: str) -> Run:
     summary, curves = files
     if not isinstance(summary, dict) or not isinstance(curves, dict) or "metrics" not in summary:
         raise ValueError(
-            f"`runs` (={folder}) must contain the summary of a run, and {FILES[0]} has no "
-            "`metrics`. Leave this run out."
+            f"`runs` (={folder}) must contain the summary of a run, but {FILES[0]} has no `metrics`. Leave this run "
+            "out."
         )
     points = {
         name: [(int(step), float(value)) for step, value in curve] for name, curve in curves.items()

@@ -40,8 +40,8 @@ class _Writer(ExperimentWriter):
         except OSError as error:
             if not self.is_failing:
                 rank_zero_warn(
-                    f"{path} cannot be written ({error.strerror}). The run continues, and writes the rows "
-                    "as soon as there is space: free some on that disk."
+                    f"{path} cannot be written ({error.strerror}). The run continues, and writes the rows when there "
+                    "is space. Free some space on that disk."
                 )
             self.is_failing = True
             return
@@ -79,9 +79,8 @@ class CSVRows(CSVLogger):
             kept_rows = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(kept_rows) < self._num_rows_kept:
                 rank_zero_warn(
-                    f"{path} has {len(kept_rows)} rows, and the checkpoint counts {self._num_rows_kept}: "
-                    "the other rows were lost. All logged metrics are in curves.json of the run "
-                    "directory."
+                    f"{path} has {len(kept_rows)} rows, but the checkpoint counts {self._num_rows_kept}, so the other "
+                    "rows were lost. All logged metrics are in curves.json of the run directory."
                 )
             columns = sorted({name for row in kept_rows for name in row})
             if kept_rows:

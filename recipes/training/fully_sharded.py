@@ -103,9 +103,8 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
         for name, param in network.named_parameters():
             if not param.is_contiguous():
                 raise ValueError(
-                    "`channels_last` (=true) and strategy=fsdp2 cannot be combined: FSDP2 needs "
-                    f"contiguous weights, and `{name}` has strides {param.stride()}. Set "
-                    "channels_last=false."
+                    "`channels_last` (=true) and strategy=fsdp2 cannot be combined, because FSDP2 needs contiguous "
+                    f"weights, but `{name}` has strides {param.stride()}. Set channels_last=false."
                 )
         options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"]}
         options["reshard_after_forward"] = self.reshard_after_forward

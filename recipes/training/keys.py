@@ -82,9 +82,9 @@ def check_precision(cfg: DictConfig) -> None:
         "bf16-true",
     ):
         raise ValueError(
-            f"`precision` (='{cfg.precision}') and strategy=fsdp2 cannot be combined: the shards "
-            "are fp32 master weights, and Lightning does not scale the loss for them. Set "
-            "precision=16-true, bf16-true, bf16-mixed or 32-true."
+            f"`precision` (='{cfg.precision}') and strategy=fsdp2 cannot be combined, because the shards are fp32 "
+            "master weights, for which Lightning does not scale the loss. Set precision=16-true, bf16-true, "
+            "bf16-mixed or 32-true."
         )
 
 

@@ -105,13 +105,13 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
             error
         ):  # complete, but it contains objects of the user's own classes
             rank_zero_warn(
-                f"the tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run"
+                f"The tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run"
             )
             return {}
         reason = first_line(error)
         raise ValueError(
-            f"`resume` (={ckpt_path}) must be an undamaged checkpoint of Lightning: {reason}. Use "
-            "another checkpoint, or leave `resume` out to start again."
+            f"`resume` (={ckpt_path}) must be an undamaged Lightning checkpoint: {reason}. Use another checkpoint, or "
+            "leave `resume` out to start again."
         ) from error
     return state
 
@@ -130,9 +130,8 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
         map(_is_installed, ("tensorboard", "tensorboardX"))
     ):
         raise ValueError(
-            "`logger` (=tensorboard) needs the package tensorboard or tensorboardX, and neither "
-            "is installed. Run pip install 'lightning-hybrid[tensorboard]', or set logger=csv or "
-            "logger=wandb."
+            "`logger` (=tensorboard) needs the package tensorboard or tensorboardX, but neither is installed. Run pip "
+            "install 'lightning-hybrid[tensorboard]', or set logger=csv or logger=wandb."
         )
     if target.endswith("CSVRows"):
         num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
@@ -141,8 +140,8 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
         return cast(Logger | None, instantiate(cfg.logger) or None)
     if not _is_installed("wandb"):
         rank_zero_warn(
-            "wandb is not installed: metrics are written to csv/metrics.csv of the run "
-            "directory, as with logger=csv"
+            "wandb is not installed, so metrics are written to csv/metrics.csv of the run directory, as with "
+            "logger=csv"
         )
         num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
         return CSVRows(save_dir=cfg.run_dir, name="", version="csv", num_rows_kept=num_rows or 0)
@@ -214,10 +213,9 @@ def _words_for_wandb() -> Iterator[None]:
             raise
         reason = first_line(error)
         raise ValueError(
-            f"`logger.offline` (=False) needs a W&B server that accepts this run: {reason}. Check "
-            "the key (`wandb login`, or WANDB_API_KEY) and the network, or leave "
-            "`logger.offline` and WANDB_MODE out: the run is then written to its directory, and "
-            "`wandb sync` sends it later."
+            f"`logger.offline` (=False) needs a W&B server that accepts this run: {reason}. Check the key (`wandb "
+            "login`, or WANDB_API_KEY) and the network, or leave `logger.offline` and WANDB_MODE out. The run is then "
+            "written to its directory, and `wandb sync` sends it later."
         ) from error
 
 

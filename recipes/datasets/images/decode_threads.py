@@ -176,8 +176,8 @@ class _Work:
         # A fork copies this object without its threads, and would wait forever without this error.
         if self.process_id != os.getpid():
             raise RuntimeError(
-                "the threads of this iterator belong to the process that created it, and this "
-                "process is a fork of it: create a new iterator over the loader in this process"
+                "The threads of this iterator belong to the process that created it, but this process is a fork of "
+                "it. Create a new iterator over the loader in this process."
             )
         if self.stopped:
             raise StopIteration

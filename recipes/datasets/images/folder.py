@@ -41,8 +41,8 @@ class ImageFolder(ImageSource):
             labels.append(np.full(len(files), label, dtype=np.int64))
         if empty:
             raise ValueError(
-                f"`root` (={folder.parent}) must have images in each class folder, and {folder.name}/ "
-                f"has none in {_some(empty)}. Unpack these images again, or remove the empty folders."
+                f"`root` (={folder.parent}) must have images in each class folder, but {folder.name}/ has none in "
+                f"{_some(empty)}. Unpack these images again, or remove the empty folders."
             )
         self.labels = np.concatenate(labels)
         # One array takes 20 bytes per image. Python strings would take several times as much, in every process.
@@ -68,19 +68,19 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     packed = [name for name in archives if name.split(".")[0] not in folders]
     if packed:
         raise ValueError(
-            f"`root` (={folder.parent}) must be unpacked, and {folder.name}/ contains "
-            f"{_some(packed)}. Unpack each archive into a folder of the same name."
+            f"`root` (={folder.parent}) must be unpacked, but {folder.name}/ contains {_some(packed)}. Unpack each "
+            "archive into a folder of the same name."
         )
     if loose:
         raise ValueError(
-            f"`root` (={folder.parent}) must have each image in the folder of its class, and "
-            f"{folder.name}/ contains {_some(loose)} outside of class folders. Move the images "
-            f"into {folder.name}/<class>/, as valprep.sh does for ImageNet's validation images."
+            f"`root` (={folder.parent}) must have each image in the folder of its class, but {folder.name}/ contains "
+            f"{_some(loose)} outside of class folders. Move the images into {folder.name}/<class>/, as valprep.sh "
+            "does for ImageNet's validation images."
         )
     if not folders:
         raise ValueError(
-            f"`root` (={folder.parent}) must have a folder per class, and {folder.name}/ has "
-            f"none. ImageNet has 1,000 of them, such as {folder.name}/n01440764/."
+            f"`root` (={folder.parent}) must have a folder per class, but {folder.name}/ has none. ImageNet, for "
+            f"example, has 1,000 class folders, such as {folder.name}/n01440764/."
         )
     return tuple(folders)
 
@@ -110,9 +110,8 @@ def check_root(
     """
     if not root.is_dir():
         raise ValueError(
-            f"`root` (={root}) must be a folder that contains "
-            f"{' and '.join(f'{split}/' for split in splits)}, and there is no such folder. Set "
-            f"{key}=<folder>."
+            f"`root` (={root}) must be a folder that contains {' and '.join(f'{split}/' for split in splits)}, but "
+            f"there is no such folder. Set {key}=<folder>."
         )
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
@@ -127,8 +126,8 @@ def check_root(
                 "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
             )
         raise ValueError(
-            f"`root` (={root}) must contain {' and '.join(f'{split}/' for split in splits)}, and "
-            f"{missing[0]}/ is missing{hint}. {above}."
+            f"`root` (={root}) must contain {' and '.join(f'{split}/' for split in splits)}, but {missing[0]}/ is "
+            f"missing{hint}. {above}."
         )
 
 
@@ -145,8 +144,8 @@ def check_same_classes(
     >>> check_same_classes(Path("data"), ["cat", "dog"], ["cat", "cow"], num_classes=2)
     Traceback (most recent call last):
         ...
-    ValueError: `root` (=data) must have the same classes in train/ and val/: dog only in train/; cow only in val/. \
-Complete the dataset: labels are numbered in the order of class names, so accuracies would be meaningless.
+    ValueError: `root` (=data) must have the same classes in train/ and val/, because labels are numbered in the \
+order of class names: dog only in train/; cow only in val/. Complete the dataset.
     """
     only = [
         (sorted({*classes} - {*other_classes}), name)
@@ -157,9 +156,8 @@ Complete the dataset: labels are numbered in the order of class names, so accura
             f"{_some(names)} only in {split}/" for names, split in only if names
         )
         raise ValueError(
-            f"`root` (={root}) must have the same classes in train/ and val/: {differences}. "
-            "Complete the dataset: labels are numbered in the order of class names, so "
-            "accuracies would be meaningless."
+            f"`root` (={root}) must have the same classes in train/ and val/, because labels are numbered in the "
+            f"order of class names: {differences}. Complete the dataset."
         )
     if len(train) != num_classes:
         raise ValueError(

@@ -120,9 +120,8 @@ class ShardIndex:
             index.labels.min() >= 0 and index.labels.max() < len(index.classes)
         ):
             raise ValueError(
-                f"{path} (index of shards) has labels from {index.labels.min()} to "
-                f"{index.labels.max()}, and {len(index.classes)} classes need labels from 0 to "
-                f"{len(index.classes) - 1}. Pack the images again."
+                f"{path} (index of shards) has labels from {index.labels.min()} to {index.labels.max()}, but "
+                f"{len(index.classes)} classes need labels from 0 to {len(index.classes) - 1}. Pack the images again."
             )
         return index
 
@@ -214,9 +213,8 @@ class ShardedImages(ImageSource):
         self.folder = folder
         if not (folder / INDEX_NAME).is_file():
             raise ValueError(
-                f"`root` (={folder.parent}) must be packed completely, and {folder.name}/ has shards "
-                f"but no {INDEX_NAME}. Run the same `lightning-hybrid pack` command again, which "
-                "continues the packing."
+                f"`root` (={folder.parent}) must be packed completely, but {folder.name}/ has shards without "
+                f"{INDEX_NAME}. Run the same `lightning-hybrid pack` command again, which continues the packing."
             )
         self.index = ShardIndex.load(folder / INDEX_NAME)
         _check_bounds(folder / INDEX_NAME, self.index)
@@ -234,9 +232,9 @@ class ShardedImages(ImageSource):
                 else:
                     fault = f"has {actual_bytes} bytes"
                 raise ValueError(
-                    f"`root` (={folder.parent}) must contain complete shards: {folder.name}/{path.name} "
-                    f"{fault}, and should have {num_bytes} bytes. Copy the file again, or remove "
-                    f"{INDEX_NAME} and run `lightning-hybrid pack` again."
+                    f"`root` (={folder.parent}) must contain complete shards, but {folder.name}/{path.name} {fault}, "
+                    f"although it should have {num_bytes} bytes. Copy the file again, or remove {INDEX_NAME} and run "
+                    "`lightning-hybrid pack` again."
                 )
         self._files: dict[tuple[int, int], int] = {}  # (process id, shard) -> file descriptor
 

@@ -125,13 +125,11 @@ class DecodedImages(RowSource):
         num_corrupt = len(self.corrupt)
         if num_corrupt > self.max_corrupt_images:
             raise CorruptImageError(
-                f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of "
-                f"unreadable images: this rank found {num_corrupt}, the last one is {name} ({error}). "
-                "Repair the dataset, or raise data.max_corrupt_images to replace more images by "
-                "others."
+                f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of unreadable images, "
+                f"but this rank found {num_corrupt}, most recently {name} ({error}). Repair the dataset, or raise "
+                "data.max_corrupt_images to replace more images by others."
             ) from error
         log.warning(
-            "%s cannot be read (%s), and the next readable image replaces it (%d of at most %d "
-            "on this rank)",
+            "%s cannot be read (%s), so the next readable image replaces it (%d of at most %d on this rank)",
             *(name, error, num_corrupt, self.max_corrupt_images),
         )

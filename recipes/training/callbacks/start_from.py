@@ -35,7 +35,7 @@ class StartFrom(Callback):
     def __init__(self, path: str) -> None:
         if not Path(path).is_file():
             raise ValueError(
-                f"`path` (={path}) must be a checkpoint file, and there is no such file. Set "
+                f"`path` (={path}) must be a checkpoint file, but there is no such file. Set "
                 "callbacks.start_from.path=<run directory>/checkpoints/last.ckpt."
             )
         check_whole(Path(path))
@@ -50,9 +50,8 @@ class StartFrom(Callback):
         sources = sources_of(own_state, saved)
         if not sources:
             raise ValueError(
-                f"`callbacks.start_from.path` (={self.path}) must have tensors with the names and "
-                "shapes of this network, and has none. Set model=... as in that run. The depth may "
-                "differ."
+                f"`callbacks.start_from.path` (={self.path}) must have tensors with the names and shapes of this "
+                "network, but has none. Set the same model=... as in that run. Only the depth may differ."
             )
         with torch.no_grad():
             for name, source in sources.items():

@@ -20,7 +20,7 @@ def configured(*overrides):
 MISTAKES = {
     "allreduce.dtypes=[int8]": r"`dtypes` \(=int8\) must be one or more of float32",
     "steps.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
-    "steps.overlap=ddp": r"`overlap` \(=ddp\) must be a hybrid arm",
+    "steps.overlap=ddp": r"`overlap` \(=ddp\) must be an arm of the hybrid strategy",
     "steps.num_warmup_steps=1": r"`num_warmup_steps` \(=1\) must be 2 or more",
 }
 

@@ -116,7 +116,7 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
         (
             "resume=no.ckpt",
             2,
-            "error: `resume` (=no.ckpt) must be a checkpoint file, and there is no such file",
+            "error: `resume` (=no.ckpt) must be a checkpoint file, but there is no such file",
         ),
         ("optim.rl=3", 2, "error: unknown key `optim.rl` (=3). Did you mean optim.lr=3? Run "),
         ("data=images", 2, "error: `data.root` (=???) must have a value. Missing: data.root."),

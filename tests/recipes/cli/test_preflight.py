@@ -142,7 +142,8 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         taken.listen()
         mine = {"MASTER_PORT": str(taken.getsockname()[1])}
         with pytest.raises(
-            ValueError, match=r"`MASTER_PORT` \(=\d+\) must be a port that this process may open"
+            ValueError,
+            match=r"`MASTER_PORT` \(=\d+\) must be a port that this process can listen on",
         ):
             preflight.check_environment(None, mine)
         preflight.check_environment(None, mine | {"NODE_RANK": "1"})  # the first node opens it

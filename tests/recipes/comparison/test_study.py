@@ -292,7 +292,7 @@ def flat(mapping, prefix=""):
         ),
         (
             "study.arms.base.shares=[0.1,0.2]",
-            r"`study.arms.base.shares` \(=\[0.1, 0.2\]\) must be one share",
+            r"`study.arms.base.shares` \(=\[0.1, 0.2\]\) must contain only one share",
         ),
         ("study.micro_batch=0", r"`study.micro_batch` \(=0\) must be a whole number, 1 or more"),
         (

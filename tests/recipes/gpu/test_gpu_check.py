@@ -314,7 +314,7 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
         "output=here": "`output` is not known. Use out=DIR",
         "minutes=abc": "`minutes` (=abc) must be a number above zero",
         "only=sum": "`only` (=sum) must be the name of a check. The names are exchange",
-        "readme=none": "must contain the report.json of a check",
+        "readme=none": "must contain a readable report.json of a check",
     }
     for key, words in wrong.items():
         with pytest.raises(SystemExit) as end:

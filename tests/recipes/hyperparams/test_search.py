@@ -157,7 +157,8 @@ def test_a_killed_search_continues_and_runs_no_trial_twice(tmp_path):
 def test_trials_of_other_settings_are_refused(tmp_path):
     open_search(tmp_path)
     with pytest.raises(
-        ValueError, match=r"must contain trials with the same settings, which were f and are now g"
+        ValueError,
+        match=r"must contain trials with the same settings, but these were f and are now g",
     ):
         open_search(tmp_path, fingerprint="g")
 

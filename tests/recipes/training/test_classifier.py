@@ -190,10 +190,10 @@ def rates_of(settings):
 @pytest.mark.parametrize(("max_steps", "is_told"), [(4, True), (5, False)])
 def test_a_run_that_ends_within_its_warmup_is_told_so(one_rank, max_steps, is_told):
     (messages,) = one_rank.run(warnings_of, max_steps)
-    expected = f"`warmup_steps` (=4) is 4 steps, and the run has only {max_steps}: the learning rate reaches"
+    expected = f"`warmup_steps` (=4) is 4 steps, but the run has only {max_steps}, so the learning rate reaches"
     about_warmup = [message for message in messages if "is 4 steps" in message]
     assert [expected in message for message in about_warmup] == [True] * is_told
-    short_run = re.compile(rf"an epoch has only \d steps, and the run {max_steps}, ")
+    short_run = re.compile(rf"An epoch has only \d steps and the run only {max_steps}, ")
     assert any(short_run.match(message) for message in messages)
 
 

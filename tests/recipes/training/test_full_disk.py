@@ -85,7 +85,7 @@ def test_a_tracker_on_a_full_disk_hides_no_other_error_and_one_that_does_not_men
     wandb = SimpleNamespace(finish=fails)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.warns(
-        UserWarning, match=r"W&B's files of this run are incomplete \(No space left on device\)"
+        UserWarning, match=r"The W&B files of this run are incomplete \(No space left on device\)"
     ):
         launch.finish(1)
     wandb.run = SimpleNamespace(dir=str(tmp_path))

@@ -74,7 +74,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     damage(bad)
     with pytest.warns(
         UserWarning,
-        match=rf"`.*stopped.ckpt` (is not|contains) .* skips this checkpoint and resumes from {good}",
+        match=rf"`.*stopped.ckpt` (is damaged|contains).* skips this checkpoint and resumes from {good}",
     ):
         assert resume.newest_whole(tmp_path) == good
     damage(good)
@@ -270,7 +270,7 @@ def test_rows_that_the_machine_lost_are_reported(tmp_path):
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.sync()
     again = CSVRows(save_dir=tmp_path, name="", version="csv", num_rows_kept=3)
-    with pytest.warns(UserWarning, match=r"metrics.csv has 1 rows, and the checkpoint counts 3"):
+    with pytest.warns(UserWarning, match=r"metrics.csv has 1 rows, but the checkpoint counts 3"):
         again.log_metrics({"loss": 2.0}, step=3)
     again.save()
     assert [row["loss"] for row in read_rows(tmp_path / "csv" / "metrics.csv")] == ["1.0", "2.0"]

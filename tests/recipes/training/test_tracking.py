@@ -172,7 +172,7 @@ def test_without_wandb_metrics_go_to_a_file_and_tensorboard_is_named_where_it_is
 ):
     monkeypatch.setattr(tracking, "_is_installed", lambda package: False)
     with pytest.warns(
-        UserWarning, match="wandb is not installed: metrics are written to csv/metrics.csv"
+        UserWarning, match="wandb is not installed, so metrics are written to csv/metrics.csv"
     ):
         logger = tracking.logger_of(configured(tmp_path))
     assert isinstance(logger, CSVLogger)
@@ -209,7 +209,7 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
         ValueError,
-        match=r"`resume` \(=.*some.ckpt\) must be an undamaged checkpoint of Lightning: ",
+        match=r"`resume` \(=.*some.ckpt\) must be an undamaged Lightning checkpoint: ",
     ):
         tracking.saved_run_id(str(path))
 

@@ -64,15 +64,15 @@ INCOMPLETE = {
     ),
     "validation as in its archive": (
         classes_left_out,
-        r"must have each image in the folder of its class, and val/ contains 01000\.JPEG, .* and 2 more.*valprep",
+        r"must have each image in the folder of its class, but val/ contains 01000\.JPEG, .* and 2 more.*valprep",
     ),
     "an empty class": (
         lambda root: (shutil.rmtree(root / "train" / "n02"), put(root / "train" / "n02")),
-        r"must have images in each class folder, and train/ has none in n02",
+        r"must have images in each class folder, but train/ has none in n02",
     ),
     "other classes in validation": (
         lambda root: (root / "val" / "n02").rename(root / "val" / "n04"),
-        r"same classes in train/ and val/: n02 only in train/; n04 only in val/",
+        r"same classes in train/ and val/, because .*: n02 only in train/; n04 only in val/",
     ),
     "a class more than the network has": (
         a_class_more,
@@ -112,7 +112,7 @@ def test_a_shard_cut_short_or_missing_is_found_before_training(shards):
     path.write_bytes(whole[:-1])
     with pytest.raises(
         ValueError,
-        match=rf"shard-00001\.bin has {len(whole) - 1} bytes, and should have {len(whole)} bytes",
+        match=rf"shard-00001\.bin has {len(whole) - 1} bytes, although it should have {len(whole)} bytes",
     ):
         module_of(shards)
     path.unlink()
@@ -124,7 +124,7 @@ def test_a_packing_that_was_not_finished_is_refused(shards):
     (shards / "train" / INDEX_NAME).unlink()
     with pytest.raises(
         ValueError,
-        match=r"must be packed completely, and train/ has shards but no index\.npz.*continues",
+        match=r"must be packed completely, but train/ has shards without index\.npz.*continues",
     ):
         module_of(shards)
 
@@ -186,7 +186,7 @@ def test_more_broken_images_than_allowed_end_the_run_naming_one(root):
     assert len(list(module_of(root, max_corrupt_images=3).train_dataloader())) == 2
     with pytest.raises(
         CorruptImageError,
-        match=r"`max_corrupt_images` \(=2\).*found 3, the last one is .*\.JPEG \(the file is em",
+        match=r"`max_corrupt_images` \(=2\).*found 3, most recently .*\.JPEG \(the file is em",
     ):
         list(module_of(root, max_corrupt_images=2, global_batch_size=17).train_dataloader())
 

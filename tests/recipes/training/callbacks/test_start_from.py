@@ -91,7 +91,7 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     path = str(tmp_path / "one.ckpt")
     begun(save_to=path)
     resnet = "model=resnet50 model.in_channels=1 model.depth=18 model.width=0.0625 model.stem=small"
-    with pytest.raises(ValueError, match=r"`callbacks.start_from.path` .* and has none"):
+    with pytest.raises(ValueError, match=r"`callbacks.start_from.path` .* but has none"):
         begun(*f"{START}{path} {resnet}".split())
-    with pytest.raises(Exception, match="must be a checkpoint file, and there is no such file"):
+    with pytest.raises(Exception, match="must be a checkpoint file, but there is no such file"):
         begun(*f"{START}/nowhere".split())
