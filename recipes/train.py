@@ -1,4 +1,4 @@
-"""Command that trains a network: `python recipes/train.py`, followed by keys of `conf/train.yaml`."""
+"""Command that trains a network: `python recipes/train.py`, followed by overrides of `conf/train.yaml`."""
 
 import _path  # noqa: F401
 import hydra

@@ -9,7 +9,7 @@ from lightning_hybrid.data.place import Place
 
 
 class TrainingPass:
-    """Progress of one iteration of the training loop over a loader.
+    """Progress of one pass of the training loop over a loader.
 
     Args:
         place: Position at which the iteration begins.

@@ -91,7 +91,7 @@ class EpochLogs:
                 )
 
     def commit(self) -> None:
-        """Copy the logged values after the last step of an epoch, and drop the copy after the next step.
+        """Keep a copy of the logged values if the step was the last of its epoch, and no copy otherwise.
 
         The copy is needed because Lightning resets the values at the end of the epoch, when another host may still be
         behind.

@@ -232,7 +232,7 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
 
 
 def _new_view(optimizer: Any) -> Any:
-    """Create an empty view of an optimizer, which has the same class.
+    """Create an instance of an optimizer's class without calling its constructor, for the full tensors of DTensors.
 
     The view is kept between steps, because the fused step holds addresses. It is never saved, because
     torch saves only groups and state.

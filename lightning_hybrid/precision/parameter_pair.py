@@ -205,7 +205,7 @@ class ParameterPair:
         torch.where(raw_bits(cast) == raw_bits(half), value, half, out=value)
 
     def check_dtype(self) -> None:
-        """Raise if user code has replaced the parameter's data by another dtype or shape during a step.
+        """Raise if user code has changed the dtype or shape of the parameter's data during a step.
 
         Raises:
             RuntimeError: The dtype or the shape has changed.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class HybridAllReduce(HalfPrecisionDDP):
-    """Data-parallel strategy with a topology-aware all-reduce and half precision on fp32 master weights.
+    """Data-parallel strategy with a topology-aware all-reduce, and half precision with fp32 master weights.
 
     A drop-in replacement for Lightning's `DDPStrategy`. `MasterWeightPrecision` implements
     `precision="16-true"` and `"bf16-true"`. The strategy never changes a hyper-parameter; in

@@ -297,7 +297,7 @@ class Report(OptionValue):
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | os.PathLike):
             raise ValueError(
                 f"`report.trace_dir` (={self.trace_dir!r}) must be the path of a folder, or None. Leave "
-                "`report.trace_dir` out for None."
+                "`report.trace_dir` out to write no timelines."
             )
         if self.link_bytes_per_s is not None:
             why = (

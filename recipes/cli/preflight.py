@@ -94,7 +94,7 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
     Traceback (most recent call last):
         ...
     ValueError: `RANK` (='two') must be a whole number, at least 0. The launcher, torchrun or srun, sets this \
-environment variable: start the job with one of them, or `unset RANK`.
+environment variable. Start the job with one of them, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
@@ -116,8 +116,8 @@ def check_launcher(variables: Mapping[str, str]) -> None:
     ...     "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
     Traceback (most recent call last):
         ...
-    ValueError: `RANK` (=2) must be below `WORLD_SIZE` (=2): ranks count from 0. Start the job with torchrun, which \
-sets both, or unset both.
+    ValueError: `RANK` (=2) must be below `WORLD_SIZE` (=2), because ranks count from 0. Start the job with \
+torchrun, which sets both, or unset both.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         for name in _LAUNCHED:

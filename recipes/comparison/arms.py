@@ -240,7 +240,7 @@ class StudyPlan:
 
 def _check_arm(key: str, arm: Arm) -> None:
     for share in arm.shares:
-        why = "it is a fraction of the training images. Set for example 0.25"
+        why = "it is a fraction of the training images. For example, set 0.25"
         require_share(f"{key}.shares", share, why)
     for axis, (low, high) in arm.axes.items():
         if not 0 < low < high:

@@ -115,8 +115,8 @@ class Packing:
     def __post_init__(self) -> None:
         if Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
-                f"`out` (={self.out}) must not be the same folder as `root`, because shards must not "
-                "be next to class folders. Set out=<folder>."
+                f"`out` (={self.out}) must not be the same folder as `root`, because shards and class folders cannot "
+                "be in the same folder. Set out=<folder>."
             )
         for name, least, most in (("shard_bytes", 1, 2**40), ("quality", 1, 100)):
             if not least <= getattr(self, name) <= most:

@@ -1,4 +1,4 @@
-"""Synthetic dataset of random noise with the size of ImageNet, without reading or decoding images."""
+"""Synthetic dataset of random noise with the size of ImageNet, for which no image is read or decoded."""
 
 from __future__ import annotations
 

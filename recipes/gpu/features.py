@@ -177,8 +177,8 @@ def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = F
     backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
     if request.on_cuda and backend == "gloo" and not feature.by_gloo:
         raise NotHere(
-            "needs two GPUs or two MIG instances: NCCL supports one rank on each, and Gloo does "
-            "not support all of its messages for GPUs"
+            "needs two GPUs or two MIG instances, because NCCL supports one rank on each, and Gloo does not support "
+            "all operations on GPUs"
         )
     on_cpu = replace(request, device="cpu")
     worlds = [(request, backend, per_host)] + (

@@ -155,13 +155,13 @@ def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
             warnings.simplefilter("always")
             weights.append(short_fit(request, module, precision))
         warned += [str(warning.message) for warning in caught]
-        _is_as_before(module)
+        _assert_as_before(module)
         first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
         assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
     if (precision, optimizer) == ("16-true", "lars"):
         for stage in ("validate", "test", "predict"):
             getattr(trainer_for(request, precision), stage)(module, loader())
-            _is_as_before(module)
+            _assert_as_before(module)
     distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
     # Both updates agree to 2e-6 of a weight's norm. Half precision then rounds the next gradient to 2**-11 or 2**-8.
     bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[precision]
@@ -171,20 +171,20 @@ def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
     return {"message": f"both ways {distance:.1e} apart", "warnings": list(dict.fromkeys(warned))}
 
 
-def _is_as_before(module: Small) -> None:
+def _assert_as_before(module: Small) -> None:
     for name, tensor in module.state_dict().items():
         if tensor.is_floating_point():
             assert tensor.dtype is torch.float32, (
-                f"{name} must be fp32 again, and is {tensor.dtype}"
+                f"{name} must be fp32 again, but is {tensor.dtype}"
             )
             assert tensor.isfinite().all(), f"{name} must be finite"
     assert (module.third == 1 / 3).all(), (
-        f"`third` must keep its bits, and is {module.third[0].item()!r}"
+        f"`third` must keep its bits, but is {module.third[0].item()!r}"
     )
     expected = 1 + ONE_STEP * NUM_BATCHES * NUM_EPOCHS
     num_steps = module.num_steps.item()
     assert num_steps == expected, (
-        f"a buffer that is written must be exact: {expected}, and is {num_steps!r}"
+        f"the written buffer must be exactly {expected}, but is {num_steps!r}"
     )
 
 

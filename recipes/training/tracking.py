@@ -105,7 +105,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
             error
         ):  # complete, but it contains objects of the user's own classes
             rank_zero_warn(
-                f"the tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run"
+                f"The tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run"
             )
             return {}
         reason = first_line(error)

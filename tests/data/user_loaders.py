@@ -233,7 +233,7 @@ KINDS: dict[str, Kind] = {
     "counts its iterations": Kind(
         make=lambda **w: of(batch_size=4, sampler=Counting(), **w),
         settings=NO_SAMPLER,
-        is_refused="counts its",
+        is_refused="count its",
     ),
     "gives each batch twice": Kind(
         make=lambda **w: _doubling(**w), is_refused="one batch for each index list"

@@ -136,7 +136,7 @@ def test_a_write_through_memory_that_was_kept_outside_is_undone_with_a_warning(c
     kept = module.weight.data
     window = HalfPrecisionWindow(module, F16)
     with (
-        pytest.warns(UserWarning, match="`weight` was written inside.*`.data` tensor.*is undone"),
+        pytest.warns(UserWarning, match="`weight` was written inside.*`.data` tensor.*are undone"),
         window.opened(),
     ):
         kept.fill_(7.0)

@@ -244,7 +244,7 @@ class SlowLinks:
 
 
 def _combined(streak: Sequence[SlowLink]) -> SlowLink:
-    """Combine a streak of slow windows into the most frequent link, with median values."""
+    """Summarize a streak of slow windows by their most frequent link and median values."""
     sender, receiver = mode([slow_link.place for slow_link in streak])
     return SlowLink(
         sender=sender,

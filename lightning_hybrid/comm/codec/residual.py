@@ -76,27 +76,33 @@ class Residual:
     def encode(
         self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder, step: FeedbackStep
     ) -> None:
-        """Encode gradients plus the residual into `message`, and store the rounding error as the new residual."""
-        values = self.rescaled_(step)[: flat.numel()]
+        """Encode gradients plus the residual into `message`, and store the rounding error as the new residual.
+
+        All steps work in place on the memory of the residual. If the step may be skipped, they work on a second buffer
+        instead, so that the old residual is still there for `decided`.
+        """
+        old_residual = self.rescaled_(step)[: flat.numel()]
         if self._options.may_skip:
             if self._values_after is None:
                 self._values_after = torch.empty_like(self._values)
-            corrected = torch.add(values, flat, out=self._values_after[: flat.numel()])
+            new_residual = self._values_after[: flat.numel()]
             self._is_undecided = True
         else:
-            corrected = values.add_(flat)
+            new_residual = old_residual
+        corrected = torch.add(old_residual, flat, out=new_residual)
 
         coder.encode_nearest(corrected, ids, message)
         decoded = torch.empty_like(corrected)
         coder.decode(message.view(-1, message.shape[-1]), decoded)
-        error = corrected.sub_(decoded)
+        new_residual.sub_(decoded)  # it held the corrected gradients until here
 
         # The padding of rotated blocks holds noise, which belongs to no gradient.
         if self._padding:
-            torch._foreach_zero_([error[begin:end] for begin, end in self._padding])
-        # inf and nan turn their block into nan. Without a loss scale no step is skipped, and nan would stay forever.
-        if self._options.on_cuda or _has_nan_scale(message, error.numel()):
-            error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            torch._foreach_zero_([new_residual[begin:end] for begin, end in self._padding])
+        # inf and nan turn their block into nan. Without a loss scale no step is skipped, and the nan would stay in the
+        # residual forever. On CUDA it is not looked for, because the host would wait for the answer.
+        if self._options.on_cuda or _has_nan_scale(message, new_residual.numel()):
+            new_residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decided(self) -> Tensor:
         """Return the residual after the last step, or before it if the step was skipped.

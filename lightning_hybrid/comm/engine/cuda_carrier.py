@@ -181,7 +181,7 @@ class CudaCarrier:
         return self._issued
 
     def look(self, *, with_places: bool = False) -> None:
-        """Query without waiting which buckets with events the device has finished.
+        """Check, without blocking, which buckets the device has finished, by querying their CUDA events.
 
         Args:
             with_places: Whether to note the current stage of the oldest unfinished bucket.

@@ -164,7 +164,7 @@ class Host(SocketThread):
         return f"more hosts: `min_hosts` is {self._settings.min_hosts}"
 
     def _waits_for_hosts(self) -> str:
-        """Describe which meeting addresses answer, and how many hosts are present and required."""
+        """Describe which addresses of `meet` answer, and how many hosts are present and required."""
         settings = self._settings
         now = monotonic()
         texts = []
@@ -354,7 +354,7 @@ class Host(SocketThread):
         elif kind == "at":
             self._read_answer(_CALLER, message)
         elif kind == "join":
-            self._join(host, [int(step) for step in message["committed"]])
+            self._admit(host, [int(step) for step in message["committed"]])
         elif kind != "alive":
             self.machine.receive(host, message)
             self._act()
@@ -489,10 +489,15 @@ class Host(SocketThread):
         if is_first and (is_full or has_waited):
             machine.form(secrets.token_hex(8))
 
-    def _join(self, host: str, committed: list[int]) -> None:
-        """Add a host to the list of waiting hosts if this host can connect to it.
+    def _admit(self, host: str, committed: list[int]) -> None:
+        """Add a host that asked for admission to the list of waiting hosts.
 
-        Otherwise the other host asks again later.
+        Only the head of a run admits hosts, or a host without a run. If this host is neither, or is not yet connected
+        to the other one, the other host asks again later.
+
+        Args:
+            host: Host that asked.
+            committed: Number of steps that each rank of that host has completed.
         """
         if len(committed) != self._settings.ranks_per_host:
             raise MalformedError("the host has a different number of ranks")

@@ -55,7 +55,10 @@ class ImageDataModule(pl.LightningDataModule, ABC):
             ("num_batches_ahead", num_batches_ahead, 1),
         ):
             require_whole(
-                name, value, f"no batch could be made. Set data.{name}={least} or more", least=least
+                name,
+                value,
+                f"no batch could be formed otherwise. Set data.{name}={least} or more",
+                least=least,
             )
         self.global_batch_size = global_batch_size
         self.seed = seed

@@ -106,6 +106,6 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
         path.write_text(whole)
     path.write_text("{}")
     with pytest.raises(
-        ValueError, match=r"must contain the summary of a run, and summary.json has no `metrics`"
+        ValueError, match=r"must contain the summary of a run, but summary.json has no `metrics`"
     ):
         compare_runs.read_runs(two_runs)

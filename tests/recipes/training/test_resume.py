@@ -74,7 +74,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     damage(bad)
     with pytest.warns(
         UserWarning,
-        match=rf"`.*stopped.ckpt` (is not|contains) .* skips this checkpoint and resumes from {good}",
+        match=rf"`.*stopped.ckpt` (is damaged|contains).* skips this checkpoint and resumes from {good}",
     ):
         assert resume.newest_whole(tmp_path) == good
     damage(good)
