@@ -39,8 +39,8 @@ class StepLayout:
         """Number of samples in a step, over all ranks."""
         if self.batch_size is None:
             raise ValueError(
-                "`batch_size` (=None) must be a number, because a batch sampler does not define the number of samples per "
-                "batch. Set `batch_size` in the loader."
+                "`batch_size` (=None) must be a number, because a batch sampler does not define the number of samples "
+                "per batch. Set `batch_size` in the loader."
             )
         return self.world_size * self.batch_size * self.accumulate_grad_batches
 

@@ -52,8 +52,8 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     except _InputFound as call:
         return call.tensors
     raise ValueError(
-        "`training_step` must call the network that `of` names, but it did not. Set `of` to the name of the network that "
-        "it calls."
+        "`training_step` must call the network that `of` names, but it did not. Set `of` to the name of the network "
+        "that it calls."
     )
 
 

@@ -93,8 +93,8 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
     >>> whole_number("RANK", {"RANK": "two"})
     Traceback (most recent call last):
         ...
-    ValueError: `RANK` (='two') must be a whole number, at least 0. The launcher, torchrun or srun, sets this \
-environment variable. Start the job with one of them, or `unset RANK`.
+    ValueError: `RANK` (='two') must be a whole number, at least 0, because launchers such as torchrun and srun set \
+this environment variable. Start the job with one of them, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):

@@ -56,7 +56,7 @@ def last_checkpoint(run_dir: Path) -> dict:
 
 def assert_one_rank_warns_of_few_steps(log: Path) -> None:
     (line,) = log.read_text().splitlines()
-    assert "which are too few for most networks" in line
+    assert "which is too few for most networks" in line
 
 
 @pytest.mark.long
