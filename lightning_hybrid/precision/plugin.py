@@ -250,8 +250,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             trainer = self._lightning_module.trainer
         if trainer is not None and not self._has_strategy:
             raise misconfiguration(
-                f"`strategy` (={type(trainer.strategy).__name__}) does not support MasterWeightPrecision, because it "
-                "would wrap the fp32 parameters in DDP instead of their half-precision copies. Use "
+                f"`strategy` (={type(trainer.strategy).__name__}) does not support MasterWeightPrecision, because "
+                "the strategy would wrap the fp32 parameters in DDP instead of their half-precision copies. Use "
                 "strategy='hybrid_allreduce', which also works with one device."
             )
         if trainer is not None:

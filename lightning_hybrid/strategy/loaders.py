@@ -277,7 +277,7 @@ class TrainingLoaders:
         elif states:
             rank_zero_warn(
                 f"The checkpoint has the states of {len(states)} training loaders, but this run has {len(resumes)} "
-                "loaders. The states are ignored, so the rest of the epoch may have other samples."
+                "loaders. The states are ignored, so the rest of the epoch may have different samples."
             )
 
     def _resumed_start(self) -> Place:
@@ -325,9 +325,9 @@ class TrainingLoaders:
         for resume, number in zip(self._resumes, numbers, strict=True):
             if number != numbers[0]:
                 raise resume.error(
-                    f"it would continue after {number} batches, but another loader would continue after {numbers[0]}. "
-                    "Resume all loaders with the ranks and batch sizes of the checkpoint, or scale all batch sizes by "
-                    "the same factor"
+                    f"this loader would continue after {number} batches, but another loader would continue after "
+                    f"{numbers[0]}. Resume all loaders with the ranks and batch sizes of the checkpoint, or scale all "
+                    "batch sizes by the same factor"
                 )
         if not numbers:
             return num_done
@@ -417,8 +417,8 @@ class TrainingLoaders:
             )
         else:
             rank_zero_warn(
-                f"{text}, but its order does not depend on the epoch alone. The rest of this epoch may have other "
-                "samples."
+                f"{text}, but its order does not depend on the epoch alone. The rest of this epoch may have "
+                "different samples."
             )
 
     def _warn_of_caveats(self) -> None:

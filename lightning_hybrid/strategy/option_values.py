@@ -177,8 +177,9 @@ class LocalSteps(BetweenNodes):
         require_number("between_nodes.outer_momentum", self.outer_momentum, why, high=1)
         if self.on_wire is torch.float16:
             raise ValueError(
-                f"`between_nodes.dtype` (={self.dtype!r}) cannot be used for weight changes, because these are not "
-                "scaled and can be too small for fp16. Set dtype='bfloat16', 'int8' or 'int4', or leave it out."
+                f"`between_nodes.dtype` (={self.dtype!r}) cannot be used for weight changes, because weight "
+                "changes are not scaled and can be too small for fp16. Set dtype='bfloat16', 'int8' or 'int4', or "
+                "leave `between_nodes.dtype` out."
             )
 
     @property

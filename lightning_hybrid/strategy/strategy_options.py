@@ -344,7 +344,7 @@ def refuse_unknown_options(
         if name in _OPTIONS_OF_THE_STRATEGY:
             raise ValueError(
                 f"`{name}` cannot be set, because the strategy passes its own value to DistributedDataParallel. Leave "
-                "it out."
+                f"`{name}` out."
             )
         if name not in ddp_names:
             suggestion = _suggestion(name, [*strategy_names, *ddp_names])

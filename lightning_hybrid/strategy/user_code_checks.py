@@ -120,7 +120,7 @@ def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None
         own_scaler = ", and Lightning's own scaler scales the loss of '16-mixed'"
     rank_zero_warn(
         f"`loss_scale` (={type(loss_scale).__name__}) has no effect with precision={plugin.precision!r}, because it "
-        f"applies only to precision='16-true'{own_scaler}. Leave it out, or set precision='16-true'."
+        f"applies only to precision='16-true'{own_scaler}. Leave `loss_scale` out, or set precision='16-true'."
     )
 
 

@@ -51,7 +51,7 @@ def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension |
         return LocalStepsExtension(fit, steps)
     rank_zero_warn(
         f"`between_nodes` (={steps!r}) has no effect, because all ranks are on one node, where every step averages "
-        "their gradients. Leave it out, or set `ranks_per_node`."
+        "their gradients. Leave `between_nodes` out, or set `ranks_per_node`."
     )
     return None
 
@@ -139,7 +139,7 @@ class LocalStepsExtension(FitExtension):
             rank_zero_warn(
                 f"`between_nodes.every` (={self.steps.every}) counts `trainer.global_step`, which is still 0 after "
                 f"{batch_idx} batches, so nodes do not average their weights. Call `step` on the optimizers that "
-                "`self.optimizers()` returns, not on the optimizers that they wrap."
+                "`self.optimizers()` returns, not on the wrapped optimizers."
             )
 
     def _separate_nodes(self, fit: RunningFit, nodes: IndependentNodes) -> None:

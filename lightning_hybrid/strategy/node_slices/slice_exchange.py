@@ -105,9 +105,9 @@ class NodeRanks:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ValueError(
                 f"The arguments (of shapes {shapes} on this rank) of layers in `node_slices` must have the same "
-                "shapes on all ranks of a node, because they are gathered. Pad sequences to one length. Pass a mask "
-                "with 4 dimensions, `[b, 1, 1, t]`, to `transformers`, because it drops other masks if a batch has no "
-                "padding."
+                "shapes on all ranks of a node, because they are gathered. Pad sequences to one length. With "
+                "`transformers`, pass a mask with 4 dimensions, `[b, 1, 1, t]`, because `transformers` drops other "
+                "masks if a batch has no padding."
             )
 
 

@@ -330,7 +330,7 @@ class SlicedFit:
                 raise RuntimeError(
                     f"`state_dict()` must be called on all ranks, because the layers in `node_slices` (={self.names}) "
                     f"are sliced over the ranks of a node, but {name_ranks(missing)} did not call it within "
-                    f"{STATE_LIMIT_S:g} s. Call it outside of `if self.trainer.is_global_zero:`, or use "
+                    f"{STATE_LIMIT_S:g} s. Call `state_dict()` outside of `if self.trainer.is_global_zero:`, or use "
                     "`trainer.save_checkpoint`."
                 )
             sleep(0.005)

@@ -265,10 +265,9 @@ class HeadsAttention(SlicedLayer):
         is_mask_for_all_heads = attn_mask is None or attn_mask.dim() == 2
         if need_weights or query.dim() != 3 or not is_mask_for_all_heads:
             raise ValueError(
-                f"`need_weights` (={need_weights}) must be False in an attention layer of `node_slices`, its input "
-                f"(of {query.dim()} dimensions) must be a batch of sequences, and `attn_mask` must have 2 dimensions, "
-                "because each rank has only some of the heads. Change the call, or leave the layer out of "
-                "`node_slices`."
+                f"A sliced attention layer supports only need_weights=False (got {need_weights}), batched input (3 "
+                f"dimensions, got {query.dim()}) and a 2-D `attn_mask`, because each rank holds only some of the "
+                "heads. Change the call, or leave the layer out of `node_slices`."
             )
 
         # A tensor passed as several arguments stays one object, because the entrance sends each object once.

@@ -184,8 +184,12 @@ def test_inputs_that_ranks_cannot_compute_together_are_an_error_on_every_rank(tw
             "must have the same size on all ranks that share a layer, because images are gathered, "
             "but the sizes are [2, 3]" in batch
         )
-        assert weights.startswith("ValueError: `need_weights` (=True) must be False")
-        assert heads.startswith("ValueError: `need_weights` (=False) must be False")
+        assert weights.startswith(
+            "ValueError: A sliced attention layer supports only need_weights=False (got True)"
+        )
+        assert heads.startswith(
+            "ValueError: A sliced attention layer supports only need_weights=False (got False)"
+        )
         assert "must have the same shapes on all ranks of a node" in alone
         assert part.startswith(
             "ValueError: An input (of shape (3, 1, 1, 3)) of layers in `node_slices` must have one"
