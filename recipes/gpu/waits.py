@@ -70,7 +70,7 @@ def waits(request: CheckRequest) -> Details:
         f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
     )
     if not request.on_cuda:
-        raise NotHere("a CPU has no streams: only the arithmetic was checked, which is correct")
+        raise NotHere("a CPU has no streams, so only the arithmetic was checked, which is correct")
     return {"message": "sum, backward, prefetcher and checkpoint wait"}
 
 
@@ -187,7 +187,7 @@ def who_waits(request: CheckRequest) -> Details:
         if row["where"].startswith("lightning_hybrid/")
     ]
     if not request.on_cuda:
-        raise NotHere("steps cannot wait for a device on a CPU: only the training runs were run")
+        raise NotHere("a CPU device never blocks a step, so only the training runs were checked")
     assert not ours, (
         f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
     )

@@ -265,9 +265,10 @@ class HeadsAttention(SlicedLayer):
         is_mask_for_all_heads = attn_mask is None or attn_mask.dim() == 2
         if need_weights or query.dim() != 3 or not is_mask_for_all_heads:
             raise ValueError(
-                f"A sliced attention layer supports only need_weights=False (got {need_weights}), batched input (3 "
-                f"dimensions, got {query.dim()}) and a 2-D `attn_mask`, because each rank holds only some of the "
-                "heads. Change the call, or leave the layer out of `node_slices`."
+                f"A sliced attention layer supports only need_weights=False (got {need_weights}), "
+                f"batched input (3 dimensions, got {query.dim()}) and a 2-D `attn_mask`, "
+                "because each rank holds only some of the heads. "
+                "Change the call, or leave the layer out of `node_slices`."
             )
 
         # A tensor passed as several arguments stays one object, because the entrance sends each object once.
