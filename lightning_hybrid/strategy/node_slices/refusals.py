@@ -124,9 +124,10 @@ def _refuse_pair(
         if num_heads:
             out_features += f" in {num_heads} heads"
         raise ValueError(
-            f"`out_features` of `{group[0]}` (={out_features}) must be a multiple of the {num_slices} ranks of a "
-            f"node, and so must its number of heads and `in_features` of `{group[1]}` (={num_features}), because each "
-            "rank computes an equal slice of the features. Change these sizes, or leave the names out."
+            f"`out_features` of `{group[0]}` (={out_features}) must equal `in_features` of `{group[1]}` "
+            f"(={num_features}). Both, and the number of heads, must be a multiple of the {num_slices} ranks of a node, "
+            "because each rank computes an equal slice of the features. Change these sizes, or remove the names from "
+            "`node_slices`."
         )
 
 
