@@ -125,9 +125,9 @@ def _refuse_pair(
             out_features += f" in {num_heads} heads"
         raise ValueError(
             f"`out_features` of `{group[0]}` (={out_features}) must equal `in_features` of `{group[1]}` "
-            f"(={num_features}). Both, and the number of heads, must be a multiple of the {num_slices} ranks of a node, "
-            "because each rank computes an equal slice of the features. Change these sizes, or remove the names from "
-            "`node_slices`."
+            f"(={num_features}). Both, and the number of heads, must be a multiple of the {num_slices} ranks of a "
+            "node, because each rank computes an equal slice of the features. Change these sizes, or remove the names "
+            "from `node_slices`."
         )
 
 

@@ -377,11 +377,11 @@ class Gated(nn.Module):
         ({"also": "fc6"}, None),
         (
             {"fc6": nn.Linear(10, 15), "fc7": nn.Linear(15, 14)},
-            r"^`out_features` of `fc6` \(=15\) must be a multiple",
+            r"^`out_features` of `fc6` \(=15\) must equal .* must be a multiple of the 2 ranks",
         ),
         (
             {"fc7": nn.Linear(18, 14)},
-            r"^`out_features` of `fc6` \(=16\) must .* and `in_features` of `fc7` \(=18\)",
+            r"^`out_features` of `fc6` \(=16\) must equal `in_features` of `fc7` \(=18\)",
         ),
         (
             {"fc6": nn.MultiheadAttention(16, 1), "fc7": nn.Linear(16, 14)},
