@@ -55,7 +55,7 @@ class TreeSum(Generic[Value]):
 
 
 def tree_sums(count: int) -> list[TreeSum[Tensor]]:
-    """Create `count` empty tree sums of tensors."""
+    """Create `count` empty sums, which add tensors in the fixed order of a tree."""
     return [TreeSum[Tensor](torch.add) for _ in range(count)]
 
 

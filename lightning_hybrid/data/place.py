@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 
 class HasPlace(Protocol):
-    """Interface of loaders whose position only the training loop can change."""
+    """Protocol for loaders whose position is changed only by the training loop."""
 
     def is_read_by_training(self, holder: Iterator[Any]) -> bool:
         """Return whether the training loop holds this iterator."""

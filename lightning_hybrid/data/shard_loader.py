@@ -92,7 +92,7 @@ class ShardLoader:
         return PlaceIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with the position of training in the epoch."""
+        """Return the loader's state, with the position in the epoch that training has reached."""
         return self._source.state_dict(self.shards[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

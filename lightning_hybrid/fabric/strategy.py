@@ -240,7 +240,7 @@ class FabricHybridAllReduce(_Base):
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader that can be saved in a checkpoint and resumed within an epoch, if supported."""
+        """Return a loader whose position can be saved and resumed within an epoch, if the given loader allows it."""
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 

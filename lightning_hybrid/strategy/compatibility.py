@@ -341,7 +341,7 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return features of optimizers that conflict with some options, such as updates of full tensors.
+    """Return the properties of the optimizers that conflict with options, such as an update that needs full tensors.
 
     Args:
         optimizers: Optimizers to inspect.

@@ -90,8 +90,10 @@ class Evaluation:
         obstacle = obstacle_of(loader, share)
         if obstacle is not None:
             return obstacle
+        # A step that calls collectives keeps the repeats, so it must be possible to see whether it calls any.
         if not _can_count():
             return Obstacle("the backend does not count collectives", "Use Gloo or NCCL")
+        # Skipping repeats may make two batches of one. The limit must not cut the second one off.
         if self._runs_all(len(loader)) and not self._runs_all(share.num_batches):
             name = f"limit_{self._stage}_batches"
             return Obstacle(

@@ -159,7 +159,7 @@ def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
 
 
 class _RegisterWhenImported(MetaPathFinder):
-    """Import finder that registers the strategies once a Lightning module has been executed.
+    """Import finder that registers the strategies after a module of a Lightning package has been imported.
 
     Other finders find the module.
     """

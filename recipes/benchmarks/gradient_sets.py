@@ -123,7 +123,7 @@ class GradientSet(pl.LightningModule):
         self._noise = noise.to(dtype=largest.dtype, device=self.device)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return an fp32 loss through which backward creates a gradient for every parameter."""
+        """Return an fp32 loss whose backward produces a gradient for every parameter."""
         if self.has_arithmetic:
             return self._loss_of_rows()
         loss = torch.zeros((), device=self.device)

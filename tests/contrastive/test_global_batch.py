@@ -310,7 +310,7 @@ class Named(Network):
             "must return embeddings that depend on trained parameters of `WithoutAutograd`",
         ),
         (CheckpointsItsInput, "With activation checkpointing, set use_reentrant=False"),
-        (OtherModule, r"depends on another tensor of shape \(8, 8\) that requires a gradient"),
+        (OtherModule, r"depends on another tensor of shape \(8, 8\), which requires a gradient"),
         (Sums, r"returned a tensor of shape \(\) for 4 rows"),
         (TwoRowsEach, r"returned a tensor of shape \(8, 6\) for 4 rows"),
         (Named, r"returned a dict, but must return a tensor or a tuple of tensors"),

@@ -1,4 +1,4 @@
-"""Options of the int8 and int4 codecs, and the coder that encodes and adds messages on a device."""
+"""Options of the int8 and int4 codecs, and the coder that encodes messages and sums them on a device."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class DeviceWaits:
         self._query_thread: threading.Thread | None = None
 
     def stalled_s(self) -> float:
-        """Poll the device, and return for how many seconds it has not passed the current event.
+        """Poll the device, and return how long it has been waiting at the current event, in seconds.
 
         The result is 0 if the device has passed all events.
         """

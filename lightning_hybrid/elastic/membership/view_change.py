@@ -182,7 +182,7 @@ class ViewChange:
         return list(dict.fromkeys([*self.hosts, *later, self.me]))
 
     def living(self) -> list[str]:
-        """Return the hosts that may be in the current membership view and are not lost."""
+        """Return the hosts that could be in the current membership view and are not known to be lost."""
         return [host for host in self.candidates() if host not in self.lost]
 
     def head(self) -> str:

@@ -405,7 +405,7 @@ class Entrance:
         self._seeded_state = generator.get_state()
 
     def has_drawn(self) -> bool:
-        """Return whether code inside the pair has drawn random numbers."""
+        """Return whether code between the two layers of the pair has drawn random numbers."""
         if self._generator is None or self._seeded_state is None:
             return False
         return not torch.equal(self._generator.get_state(), self._seeded_state)

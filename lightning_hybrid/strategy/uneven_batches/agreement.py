@@ -88,7 +88,7 @@ class _Announcements:
 
     @property
     def ended_ranks(self) -> list[int]:
-        """Ranks whose loaders have ended."""
+        """Ranks whose loaders are exhausted."""
         return self.has_ended.nonzero().flatten().tolist()
 
 

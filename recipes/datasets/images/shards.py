@@ -78,7 +78,7 @@ class ShardIndex:
 
     @classmethod
     def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
-        """Concatenate the indices of several shards to one index."""
+        """Concatenate the indices of several shards into one index."""
         joined = {
             field.name: np.concatenate([getattr(part, field.name) for part in parts])
             for field in fields(cls)

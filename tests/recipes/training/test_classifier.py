@@ -81,7 +81,7 @@ def test_a_run_that_resumes_to_a_greater_length_follows_its_own_schedule_and_war
     logged = [record.getMessage() for record in handler.buffer]
     (message,) = [line for line in logged if "schedule now has" in line]
     assert "12 steps instead of 8, and 4 steps of warm-up instead of 4" in message
-    assert "after step 8 the learning rate jumps from 0 to 2" in message
+    assert "the learning rate jumps from 0 to 2 after step 8" in message
 
 
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):

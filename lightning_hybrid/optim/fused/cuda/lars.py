@@ -226,7 +226,7 @@ def _launch_options(
 def _chunk_tables(
     params: Sequence[Tensor], num_chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Create device tensors with the size of each tensor, and the tensor and index of each chunk.
+    """Create device tensors with the size of each tensor and, for each chunk, the index of its tensor and its own.
 
     They are `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk.
     """
