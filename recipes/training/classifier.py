@@ -233,7 +233,7 @@ def _check_warmup(epochs: Any, steps: Any) -> None:
             problem = "neither sets the length of the warm-up"
         raise ValueError(
             f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and "
-            f"one null: {problem}. Set one of them to null and the other to a number, which is 0 "
+            f"one null: {problem}. Set one of them to null and the other to a number, such as 0 "
             "for no warm-up."
         )
     name = "warmup_steps"
