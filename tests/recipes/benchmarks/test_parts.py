@@ -29,7 +29,7 @@ MISTAKES = {
     "parts.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
     "parts.arms=[ring]": r"`arms` \(=ring\) must be one of per_tensor_ring, fused_ring",
     "parts.dtypes=[int8]": r"`dtypes` \(=int8\) must be one of float32",
-    "parts.gradients=[resnet50] parts.arms=[planned]": r"`arms` \(=planned\) requires a `cluster`",
+    "parts.gradients=[resnet50] parts.arms=[planned]": r"`arms` \(=planned\) needs a `cluster`",
 }
 
 
