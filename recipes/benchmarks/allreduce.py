@@ -1,4 +1,4 @@
-"""Benchmark of single all-reduces: the library's algorithms and the backend's own."""
+"""Benchmark that compares this library's all-reduce algorithms with the backend's all-reduce."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class SilentStrategy(HybridAllReduceStrategy):
 
 
 def keep_bucket(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return a gradient bucket unchanged. This is a DDP communication hook that sends nothing."""
+    """Return a gradient bucket unchanged, as a DDP communication hook without communication."""
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future

@@ -1,4 +1,4 @@
-"""Benchmark that shows how much bucketing and the hierarchical algorithm each speed up gradient reduction.
+"""Benchmark that measures the separate speed-ups from bucketing and from hierarchical all-reduce.
 
     per_tensor_ring            one flat ring for each tensor, one after another
     fused_ring                 the same ring, for buckets
@@ -50,7 +50,7 @@ PER_TENSOR = ("per_tensor_ring", "per_tensor_hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class PartsArm:
-    """Variant of the benchmark, which consists of a communication plan and a choice of gradient buckets.
+    """Benchmark variant that combines a communication plan with a way of bucketing the gradients.
 
     Args:
         name: Name of the variant.
@@ -233,7 +233,7 @@ class PartsBench:
     def _samples(
         self, fabric: Fabric, arms: Sequence[PartsArm], sums: Sequence[ArmSums], flat: Tensor
     ) -> Mapping[str, Sequence[Sample]]:
-        """Measure all rounds, and return the samples of each variant. They are the same on every rank."""
+        """Measure all rounds, and return the samples of each variant, which are the same on every rank."""
         flat = flat.to(fabric.device)
         samples = {arm.name: list[Sample]() for arm in arms}
         for turn in range(-self.num_warmup_rounds, self.num_rounds):

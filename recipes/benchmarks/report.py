@@ -71,7 +71,7 @@ class Timing:
 
 
 def hidden_share(rows: Sequence[Timing]) -> float:
-    """Return the fraction of the communication time that overlaps with an equally long backward pass.
+    """Return the fraction of the communication time that a backward pass of the same duration hides.
 
         1 - (with_backward - with_backward_silent) / (without_backward - without_backward_silent)
 
@@ -105,7 +105,7 @@ PARTS_HEADER = (*HEADER, "predicted ms", "x predicted", "CPU s")
 
 
 def header(rows: Sequence[Timing]) -> tuple[str, ...]:
-    """Return the column names of the result table, which depend on the benchmarks that the rows belong to."""
+    """Return the column names of the result table for these timings."""
     if any(row.section == "parts" for row in rows):
         return PARTS_HEADER
     return HEADER
@@ -173,7 +173,7 @@ def aligned(texts: Sequence[str]) -> str:
 
 
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
-    """Format all timings as a Markdown table, followed by the fraction of communication that is hidden."""
+    """Format all timings as a Markdown table, followed by the fractions of hidden communication time."""
     text = [markdown_table(header(rows), cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
@@ -245,7 +245,7 @@ def draw_bars(
     link_bytes_per_s: float | None,
     axes: Axes,
 ) -> None:
-    """Draw a bar with the median time of each variant.
+    """Draw a bar chart of the median time of each variant.
 
     A thin line shows the minimum and maximum time, and a tick shows the lower bound.
     """

@@ -34,7 +34,7 @@ COMPRESSED = "fp16_compress"
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyArm:
-    """Variant of the benchmark, whose name selects a strategy and a precision.
+    """Benchmark variant with a Lightning strategy and a precision, both selected by its name.
 
     `ddp`: Lightning's DDP in fp32. `fp16_compress`: DDP with torch's fp16 compression hook. `auto` or the name of an
     algorithm: the hybrid all-reduce with `precision="16-true"`. The suffix `_fp32` selects fp32, `_int8` and `_int4`
@@ -106,7 +106,7 @@ class StepClock(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """Benchmark of complete training steps, each timed from the end of the previous step to its own end.
+    """Benchmark of complete training steps, timed from the end of one step to the end of the next.
 
     Each round is one `Trainer.fit` of every variant. The first steps of a run are not counted, because DDP rebuilds the
     buckets after the first step.
@@ -186,10 +186,10 @@ class StepBench:
     def _overlap(
         self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
     ) -> Iterator[Timing]:
-        """Measure how much communication a backward pass hides, and yield the four timings for `hidden_share`.
+        """Time steps with and without communication and backward pass, to measure their overlap.
 
-        Steps are timed with and without communication, each with and without a backward pass. The backward pass sleeps
-        for as long as the communication takes.
+        Yields the four timings that `hidden_share` needs. The backward pass sleeps for as long as the communication
+        takes.
         """
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
