@@ -184,7 +184,7 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
 
 
 def answer(name: str, key: str, words: Sequence[str]) -> str:
-    """Return the answer to `key=?` on the command line, which is the choices of a group or the value of a key.
+    """Return the text that answers `key=?`, which lists a group's choices or shows a key's value.
 
     The choices of a config group are listed one per line.
 
@@ -233,7 +233,7 @@ def description_of(text: str) -> str:
 
 
 def first_of_sweep(override: str) -> str:
-    """Return the override that the first job of a Hydra sweep uses in place of a sweep override.
+    """Convert a Hydra sweep override to the override of the sweep's first job.
 
     >>> first_of_sweep("optim.lr=5,10"), first_of_sweep("a=[1,2]"), first_of_sweep("a=range(2,4)"), first_of_sweep("=")
     ('optim.lr=5', 'a=[1,2]', 'a=2', '=')

@@ -168,7 +168,7 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
-    """Raise a `WrongValueError` for the first value that does not match a schema.
+    """Raise if a value does not match the schema. The error names the first invalid value.
 
     Values with unresolved interpolations are not checked.
     """
@@ -357,7 +357,10 @@ def _hints_of(function: Any) -> dict[str, Any]:
 
 
 def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
-    """Return a strict pydantic schema of a mapping with these types. Unknown keys are not checked."""
+    """Return a strict pydantic schema for a mapping from keys to values of given types.
+
+    Unknown keys are not checked.
+    """
     types = {name: _fillable(hint) for name, hint in hints.items()}
     fields = TypedDict("fields", types, total=False)  # type: ignore[misc]
     fields.__pydantic_config__ = ConfigDict(strict=True)  # type: ignore[attr-defined]
@@ -365,7 +368,7 @@ def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
 
 
 def _fillable(hint: Any) -> Any:
-    """Convert a type annotation to the type that a configuration file can contain in its place.
+    """Convert a type annotation to the type that its value has in a configuration file.
 
     Tuples accept lists, paths accept text, and classes accept a mapping with a `_target_` that builds an instance.
     """

@@ -74,7 +74,7 @@ NOT_TOGETHER = (
 
 
 def launch_id(otherwise: str) -> str:
-    """Return a job name that is the same on all ranks of torchrun or SLURM, or `otherwise` without a launcher."""
+    """Return a job name that is the same on all ranks of a torchrun or SLURM job, or a default value."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
@@ -200,7 +200,7 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
 
 
 def _given(key: str) -> str:
-    """Return a sentence that names the command-line overrides at or below a key, or all if there are none."""
+    """Return a sentence that names the command-line overrides related to a key, or else all overrides."""
     if HydraConfig.initialized():
         overrides = HydraConfig.get().overrides.task
     else:
@@ -324,7 +324,7 @@ def _end_process_group() -> None:
 
 
 def finish(exit_code: int) -> None:
-    """Finish the W&B run if there is one, and warn if the disk is too full for its files.
+    """Finish the current W&B run, if any, and warn if its files are incomplete because the disk is full.
 
     A full disk causes only a warning, so it does not hide another error.
     """

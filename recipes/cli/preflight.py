@@ -85,7 +85,7 @@ def check_environment(
 
 
 def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
-    """Return an environment variable of the launcher as a non-negative integer.
+    """Read an environment variable of the launcher as a non-negative integer.
 
     Raises:
         ValueError: The value is not a whole number of at least 0.
@@ -302,7 +302,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
 
 
 def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
-    """Return whether this process will listen at `MASTER_PORT`.
+    """Return whether this process will listen on `MASTER_PORT`.
 
     Only rank zero listens there, unless torchrun's agent already does.
     """
@@ -393,7 +393,7 @@ def check_required(config: Mapping[str, Any]) -> None:
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Raise if a configuration value is invalid, checking only what does not require importing torch.
+    """Raise if a configuration value is invalid. Only checks that do not need torch are made.
 
     Importing torch takes seconds.
 

@@ -1,4 +1,4 @@
-"""Standard output and error streams that survive a closed pipe, as in `| head -1`, or a full disk."""
+"""Output streams that ignore errors from a full disk or a closed pipe, as in `| head -1`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
 
 
 def world_from_launcher(what: str, otherwise: int | str) -> int | str:
-    """Return the number of ranks per node, or of nodes, from the launcher's environment variables.
+    """Read the number of ranks per node, or the number of nodes, from the launcher's environment.
 
     `what` is `"devices"` for the ranks per node, or `"num_nodes"`.
 
@@ -69,7 +69,7 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
 
 
 def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> int:
-    """Return how many steps apart the ranks should check whether any of them received a stop signal.
+    """Return the number of steps between two checks for a stop signal on any rank.
 
     On GPUs the host has to wait for the answer, which costs most if steps are short. Steps with gradient accumulation
     take seconds, and the job has 30 seconds to react to the signal.
@@ -179,7 +179,7 @@ def batch_line(
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
-    """Return the minimum number of equal accumulation steps with at most `max_batch_size` images per step.
+    """Return the minimum number of equal accumulation steps of at most `max_batch_size` images each.
 
     The number may be at most twice what the limit requires. Without this bound, a rank with twice a prime number of
     images would be trained two images at a time.
