@@ -1,4 +1,4 @@
-"""Variants of a study, the hyper-parameters with which they are tuned, and the overrides of each run."""
+"""Definition of a study: its variants, their tuned hyper-parameters and the overrides of each run."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class StudyPlan:
         return cells
 
     def like(self, cell: Cell) -> Cell | None:
-        """Return the variant that differs in only one component, at the same batch size, or None."""
+        """Return the variant to compare with, which differs in one component, or None if none is configured."""
         arm_name = self.arms[cell.arm].like
         if arm_name is None:
             return None

@@ -54,14 +54,14 @@ class FitResult:
 
 
 class FitError(RuntimeError):
-    """Error that ends a training run for a reason other than divergence, such as an unknown key.
+    """Error in a training run that failed without diverging, for example due to an unknown key.
 
     Its message is the message of the original error.
     """
 
 
 def check(requests: Sequence[FitRequest]) -> None:
-    """Compose and validate each configuration, without building anything except the data modules.
+    """Compose and validate each configuration, and build its data module but nothing else.
 
     Raises:
         ValueError: A key is unknown, a value is invalid, or the images are missing.

@@ -212,7 +212,7 @@ def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> No
 
 
 def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
-    """Return the finished trials of an Optuna study by the index under which they were enqueued."""
+    """Return the finished trials of an Optuna study, keyed by the index given when they were enqueued."""
     trials = {}
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         trials[trial.user_attrs[INDEX]] = trial
@@ -220,7 +220,7 @@ def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert nested tuples to lists, so that a value equals its copy that was stored as JSON."""
+    """Convert nested tuples to lists, as storing and reading a value as JSON does."""
     if isinstance(value, Mapping):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):

@@ -68,7 +68,7 @@ def paired_difference(
 
 
 def verdict(difference: Interval, margin: float) -> Verdict:
-    """Classify a paired difference as equal, better, worse or open at the 5 % level.
+    """Classify a paired difference at the 5 % level as equal, better, worse or open (inconclusive).
 
     `equal`: the interval lies within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better` or
     `worse`: the interval does not contain zero. `open`: there are too few runs for a conclusion. A small difference
