@@ -63,7 +63,7 @@ def array_of(content: bytes) -> Tensor:
 
 
 def image_set_of(root: str | Path, name: str) -> ImageSet:
-    """Read the images and labels of one split from disk: `train`, or `t10k` for the test set."""
+    """Read the images and labels of the split `train`, or of the test split `t10k`, from disk."""
     images = array_of(content_of(root, f"{name}-images-idx3-ubyte.gz"))
     labels = array_of(content_of(root, f"{name}-labels-idx1-ubyte.gz"))
     return ImageSet(images=images[:, None], labels=labels.long())

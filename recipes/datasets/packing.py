@@ -84,7 +84,7 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Packing of an image dataset into shards, with its options.
+    """Job that packs an image dataset into shards, with its options.
 
     Args:
         root: Folder of the unpacked dataset.
@@ -181,7 +181,7 @@ class Packing:
 
 @dataclass
 class _Split:
-    """Packing of one split, with the corrupt images found so far."""
+    """Job that packs one split into shards, and records the corrupt images that it finds."""
 
     packing: Packing
     source: ImageFolder
@@ -217,7 +217,7 @@ class _Split:
         )
 
     def _agree_on_plan(self) -> int:
-        """Return the number of images per shard, which a resumed run reads from the file of the first run.
+        """Return the number of images per shard, and save it so that a resumed run uses the same number.
 
         Raises:
             ValueError: The first run used other options.

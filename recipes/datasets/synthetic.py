@@ -1,4 +1,4 @@
-"""Synthetic dataset of random noise with the size of ImageNet, for which no image is read or decoded."""
+"""Synthetic dataset of random noise in the size of ImageNet, without file reading or decoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StoredRows(RowSource):
         self._images = torch.from_numpy(levels).permute(0, 3, 1, 2)
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Copy a stored noise image into a row of a batch, and return its label. See `RowSource`."""
+        """Copy a stored noise image into a row of a batch, and return its label."""
         # The label belongs to the stored image and not to the index, so that a network can memorise the images.
         stored = index % len(self._images)
         row.copy_(self._images[stored])
@@ -56,7 +56,7 @@ class StoredRows(RowSource):
 
 
 class SyntheticImageNetDataModule(ImageDataModule):
-    """Data module that provides random noise with the batch shapes and transfers of `ImageNetDataModule`.
+    """Data module that replaces the images of `ImageNetDataModule` by noise of the same shape and dtype.
 
     Nothing is read or decoded. Use it to measure the throughput of a network without the influence of data loading, and
     to test recipes without a dataset. Accuracies on noise are meaningless. Arguments that are not listed here are those

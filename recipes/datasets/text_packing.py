@@ -78,7 +78,7 @@ class PackedText:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPacking:
-    """Packing of text into shards of tokens, with its options.
+    """Job that packs text into shards of tokens, with its options.
 
     Every 20th piece of text is used for validation, and the piece after it for the test. Packing cannot be resumed, so
     a run that was killed starts again.

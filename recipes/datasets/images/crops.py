@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Parameters that turn an image into a square crop.
+    """Parameters of a square crop, which are a region, its new size, an offset and a flip.
 
     The region `box` of the image is resized to `height` x `width`. The square is taken from the result at `top`,
     `left`, and flipped horizontally if `flip` is set.
@@ -112,7 +112,7 @@ def random_box(
 
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
-    """Resize an image with antialiased bilinear interpolation, and return it as uint8 `"1 3 height width"`.
+    """Resize an image with antialiased bilinear interpolation. The result is uint8 `"1 3 height width"`.
 
     Values differ from Pillow's by at most one grey level.
     """

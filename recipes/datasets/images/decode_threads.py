@@ -35,7 +35,7 @@ class _Filling:
 
 
 class ThreadedBatches(Iterator[Batch]):
-    """Iterator over batches that threads prepare, at most `num_batches_ahead` batches before they are needed.
+    """Iterator over batches that threads prepare up to `num_batches_ahead` batches in advance.
 
     All threads work on the rows of one batch, and start on the next batch without waiting until the current one is
     complete. An error in a row is raised when the consumer reaches its batch, and ends the iteration. The threads stop

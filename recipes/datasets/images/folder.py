@@ -87,7 +87,7 @@ def class_folders(folder: Path) -> tuple[str, ...]:
 
 
 def num_images_up_to(folder: Path, most: int) -> int:
-    """Count the images of a split, but stop counting at `most`.
+    """Return the number of images of a split, or `most` if there are more.
 
     Because of this limit, only some folders of a large dataset are read.
     """
@@ -196,7 +196,7 @@ def _is_image(name: str) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Join the first few names of a list, followed by the number of further names.
+    """Join the first few names of a list, and append the number of omitted names.
 
     >>> _some(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

@@ -22,7 +22,7 @@ from recipes.datasets.images.source import Crop, DecodedImages, ImageSource
 
 
 class ImageNetDataModule(ImageDataModule):
-    """Data module for ImageNet, or for any dataset with the same folder layout or packed into shards.
+    """Data module for ImageNet and for other datasets with the same layout, in folders or in shards.
 
     Files are `root/{train,val}/<class>/*.JPEG`. Shards are in `root/train` and `root/val`. Training uses a new random
     resized crop and flip in each epoch. Evaluation resizes the short side to `eval_resize` and crops the centre.
@@ -113,7 +113,7 @@ class ImageNetDataModule(ImageDataModule):
         self.eval_rows = self._decoded(val, self.eval_crop)
 
     def num_train_images_up_to(self, most: int) -> int:
-        """Count the training images, but stop counting at `most`."""
+        """Return the number of training images, or `most` if there are more."""
         folder = self.root / "train"
         if holds_shards(folder):
             return min(most, len(ShardedImages(folder)))

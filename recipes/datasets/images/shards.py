@@ -1,4 +1,4 @@
-"""Image datasets packed into shards, which are a few large files of concatenated image files with an index.
+"""Image datasets that are packed into a few large shards with an index.
 
     index.npz          position and label of each image, see `ShardIndex`
     shard-00000.bin    the concatenated image files
@@ -88,7 +88,7 @@ class ShardIndex:
 
     @classmethod
     def load(cls, path: Path) -> ShardIndex:
-        """Read an index that `save` wrote.
+        """Read the index of a packed dataset from a file that `save` wrote.
 
         Raises:
             ValueError: The index is damaged, has another version, or is inconsistent.

@@ -54,7 +54,7 @@ class Crop(Protocol):
 
 
 class RowSource(ABC):
-    """Abstract base class for images that several threads write into the rows of a batch."""
+    """Abstract base class of image sources from which several threads fill the rows of a batch."""
 
     num_images: int
     image_size: int
@@ -92,13 +92,13 @@ class DecodedImages(RowSource):
         self.corrupt: dict[int, str] = {}
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Decode and crop an image into a row of a batch, and return its label. See `RowSource`."""
+        """Decode and crop an image, write it into a row of a batch, and return its label."""
         pixels, label = self._find(index)
         render_crop(pixels, row, self.crop.frame(*pixels.shape[:2], image=index, epoch=epoch))
         return label
 
     def _find(self, index: int) -> tuple[Pixels, int]:
-        """Return the pixels and label of an image, or of the next readable image if it is corrupt."""
+        """Return the pixels and label of an image. A corrupt image is replaced by the next readable one."""
         # The replacement depends only on the dataset, so ranks and resumed runs agree, and every batch is full.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images

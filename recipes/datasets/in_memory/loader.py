@@ -126,7 +126,7 @@ class EvalLoader:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Shift each image down and right by its own number of pixels, and fill uncovered pixels with black.
+    """Shift each image down and right by a separate number of pixels, and fill the margin with black.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> shifted(image, torch.tensor([[1, 0]]))
