@@ -1,4 +1,4 @@
-"""Example of a custom training loop with Fabric on two CPU processes, with LARS and fp32 master weights."""
+"""Example of a custom Fabric training loop on two CPU processes with LARS and fp32 master weights."""
 
 import lightning as L
 import torch

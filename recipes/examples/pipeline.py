@@ -1,4 +1,4 @@
-"""Example of pipeline parallelism with two stages, with the same module as for one device."""
+"""Example of two-stage pipeline parallelism for a module that also runs unchanged on one device."""
 
 import lightning.pytorch as pl
 import torch

@@ -44,7 +44,7 @@ class SimCLR(pl.LightningModule):
 
 
 def neighbours(encoder, images, labels):
-    """Return the accuracy of nearest-neighbour classification with the features of an encoder.
+    """Return the accuracy of a nearest-neighbour classifier on the features of an encoder.
 
     The last 297 images are classified by their nearest neighbour among the first 1,500.
     """
