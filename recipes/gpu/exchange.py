@@ -72,7 +72,7 @@ def _plain_weights(request: CheckRequest) -> list[Tensor]:
 
 
 def values(request: CheckRequest) -> Details:
-    """Check that swapping parameters rounds correctly and loses no bits, on this device and on the CPU.
+    """Check that swapping in bf16 parameters and back rounds only the bf16 copies, on device and CPU.
 
     After one training step, the weights on both devices must agree.
     """
@@ -100,7 +100,7 @@ def values(request: CheckRequest) -> Details:
 
 
 def reducer(request: CheckRequest) -> Details:
-    """Check that DDP trains correctly if its reducer is built on the half-precision parameters."""
+    """Check that DDP trains correctly if it is constructed while parameters are swapped to bf16."""
     if request.on_cuda:
         backend = "nccl"
     else:

@@ -46,7 +46,7 @@ LOSSES: dict[str, Callable[[], object]] = {
 
 
 class Plain(Small):
-    """Small network whose training step changes no buffers, because pipelines do not support that."""
+    """Small network for pipelines, whose training step updates no buffers of the LightningModule itself."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross-entropy loss of a batch."""
@@ -169,7 +169,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that training with a feature gives the same weights on all ranks, and similar ones on GPU and CPU.
+    """Check that training with a feature gives equal weights on all ranks, and similar weights on the CPU.
 
     `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
     """

@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Small(pl.LightningModule):
-    """Small network for tests that has several layer types, memory formats and buffers.
+    """Small test network with several layer types, memory formats and buffers.
 
     It has channels_last convolutions, three kinds of normalisation, gradients at unaligned addresses and two buffers.
     """

@@ -26,7 +26,7 @@ LOST_AT = 6
 
 
 def lost_host(request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that an elastic run in which one of two hosts fails ends with bit-identical weights."""
+    """Check that the failure of one of two hosts does not change the final weights of an elastic run."""
     if is_other_class:
         use_other_class(request)
     # NCCL supports only one rank per GPU

@@ -32,7 +32,7 @@ NCCL was not tested by such a check.
 
 
 class NotHere(Exception):  # noqa: N818  not an error
-    """Exception that a check raises to be skipped, because this machine cannot run it."""
+    """Exception that a check raises if this machine cannot run it. The check counts as skipped."""
 
 
 class NotInTimeError(AssertionError):
@@ -307,7 +307,7 @@ def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: De
 
 
 def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
-    """Read the results of checks and the description of the machine from a file of `write_outcomes`.
+    """Read the results of checks and the machine description from a file that `write_outcomes` wrote.
 
     Raises:
         ValueError: The file does not exist or has another content.
@@ -322,7 +322,7 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
 
 
 def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
-    """Return earlier results that are still valid because machine, versions and code are the same.
+    """Return the earlier results that are valid for the same machine, library versions and code.
 
     Failed and skipped checks are not included. Nothing is valid if the git checkout has uncommitted changes.
     """

@@ -241,9 +241,10 @@ _Errors = dict[tuple[str, int], AssertionError]
 
 
 def _sample_arms(request: CheckRequest, num_ranks: int) -> tuple[_Samples, _Errors]:
-    """Measure the throughput of every variant in turn, and of `ours, 16-true` on one rank too.
+    """Measure the training throughput of every variant on all ranks, and of one variant on a single rank.
 
-    Returns the samples of each variant in images per second, and the errors of variants that failed.
+    The variant on a single rank is `ours, 16-true`. Returns the samples of each variant in images per second, and the
+    errors of variants that failed.
     """
     samples: _Samples = {(arm, num_ranks): [] for arm in RESNET_ARMS}
     samples.setdefault(("ours, 16-true", 1), [])
@@ -344,7 +345,7 @@ def _row_of_sum(
 
 
 def _timed_sums(backend: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
-    """Time all-reduces of several sizes on one rank, and return the seconds of backend and engine by size."""
+    """Time the backend's and the engine's all-reduce on one rank, and return the seconds for each size."""
     device = _device_of(request, rank)
     limit = timedelta(seconds=60)
     if request.on_cuda:
@@ -374,7 +375,7 @@ def _timed_sums(backend: str, request: CheckRequest, rank: int, num_ranks: int) 
 
 
 def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
-    """Return a one-node cluster for the planner, configured for this GPU model, or None if it is unknown.
+    """Return the planner's description of one node with this GPU model, or None for an unknown model.
 
     >>> cluster_of("NVIDIA H200", 8).inside.bytes_per_s, cluster_of("NVIDIA T4", 2)
     (370800000000.0, None)

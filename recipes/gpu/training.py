@@ -61,7 +61,7 @@ class TrainedNet(pl.LightningModule):
 
 
 class FitClock(Callback):
-    """Callback that measures the time from the start of step `begin` to the end of step `end - 1`.
+    """Callback that measures the total time of training steps `begin` to `end - 1`.
 
     Before it reads the clock, it waits for the device.
     """

@@ -25,7 +25,7 @@ _OWN = (__file__, warnings.__file__)
 
 
 def waits(request: CheckRequest) -> Details:
-    """Check that no CUDA stream reads data before another stream has written it, by delaying the writes.
+    """Delay writes on CUDA streams to check that no other stream reads the data too early.
 
     Writes are delayed by 10 ms and change the values. The check covers the results of all-reduces, gradients in
     backward, prefetched batches and copies for checkpoints. Each training run must be bit-identical to a run in which
@@ -94,7 +94,7 @@ class _Doubled:
 
 @contextmanager
 def _finishing_with(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context manager that applies a function to the result of every all-reduce, on its last stream."""
+    """Context manager that applies a function to the result of every all-reduce when it finishes."""
     original = CommEngine.submit
 
     def submit(self: CommEngine, flat: Tensor, **settings: Any) -> Any:

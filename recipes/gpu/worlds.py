@@ -95,7 +95,7 @@ def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str,
 
 
 def use_other_class(request: CheckRequest) -> None:
-    """Select the NCCL process-group class that is not torch's default, for this process and its ranks.
+    """Make this process and its ranks use the NCCL process-group class that is not torch's default.
 
     Raises:
         NotHere: There is no GPU, or this version of torch has only one class.
@@ -112,7 +112,7 @@ def use_other_class(request: CheckRequest) -> None:
 
 
 class KnownSums(pl.Callback):
-    """Callback that checks all-reduces of known values when training starts."""
+    """Callback that checks the results of all-reduces of known values when training starts."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
