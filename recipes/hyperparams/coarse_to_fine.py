@@ -97,7 +97,7 @@ class CoarseToFine(BaseSampler):
         return [point for point in points if _key(point) not in taken]
 
     def _rounds_of_points(self, study: Study) -> list[list[Point]]:
-        """Return the grid points of all rounds that have begun. A round begins when the previous one has ended."""
+        """Return the grid points of each round that has begun, which is after the previous round has ended."""
         trials = study.get_trials(deepcopy=False)
         rounds = [_product(self.axes, [axis.values() for axis in self.axes])]
         ended = _ended_at(rounds[0], trials)
@@ -111,7 +111,7 @@ class CoarseToFine(BaseSampler):
         return rounds
 
     def _neighbours(self, centre: Point, level: int) -> list[Point]:
-        """Return the neighbours of a grid point, at a distance of `1 / zoom**level` steps of the first grid."""
+        """Return the neighbours of a grid point, `1 / zoom**level` steps of the first grid away."""
         step = 1 / self.zoom**level
         values = []
         for axis in self.axes:

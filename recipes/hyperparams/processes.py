@@ -105,7 +105,7 @@ class TrialProcesses:
         return None
 
     def kill(self) -> None:
-        """Kill all processes of the trial. If one rank failed, others may still be waiting for it."""
+        """Kill all processes of the trial, which may be waiting for a rank that failed."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -130,7 +130,7 @@ def _make_importable() -> None:
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables with which Lightning starts each rank of a trial.
+    """Return the environment variables that connect the ranks of a trial, for each rank.
 
     A trial with one process needs no variables.
     """

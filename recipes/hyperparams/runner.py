@@ -113,7 +113,7 @@ class TrialRunner:
         return time.monotonic() >= self._deadline_s
 
     def _must_wait(self) -> bool:
-        """Return whether to keep waiting, because other processes are still running trials of this search."""
+        """Return whether to wait for other processes that are still running trials of this search."""
         return not self._is_out_of_time() and self.search.others_run()
 
     def _handle_messages(self) -> None:

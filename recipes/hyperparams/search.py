@@ -106,7 +106,7 @@ class Search:
         return sum(len(trials) for trials in self.rounds())
 
     def start_trial(self) -> Trial | None:
-        """Start the next trial and return it, or return None if no trial can start at present."""
+        """Start and return the next trial, or return None if no trial is available to start."""
         with self._locks.starting():
             self._fail_interrupted()
             if not self._has_next():
