@@ -99,7 +99,7 @@ class Bert(nn.Module):
     def example(
         self, num_sequences: int, *shape: int, device: torch.device | str
     ) -> tuple[Tensor, Tensor]:
-        """Return a batch of zeros as example input, which the planner needs.
+        """Return a batch of zeros as an example input for the planner.
 
         The shape `(length,)` gives the sequence length. For the shape of an image, the length is the network's maximum.
         """
