@@ -158,7 +158,7 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return short names that distinguish folders, which are their paths relative to the common parent.
+    """Return the paths of folders relative to their common parent, as short distinct names.
 
     >>> short_names([Path("/runs/a/0"), Path("/runs/b/0")]), short_names([Path("/runs/a")])
     (['a/0', 'b/0'], ['a'])
@@ -228,7 +228,7 @@ def text_table(runs: Sequence[Run]) -> str:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return a figure panel for each recorded metric over steps, and for losses and accuracy over time too."""
+    """Return figure panels of each recorded metric over steps, and of losses and accuracy also over time."""
     panels = list[Panel]()
     for title, name, unit, is_timed in PANELS:
         by_step = {run.name: run.curves.get(name, []) for run in runs}
@@ -320,7 +320,7 @@ def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, title: str) -> None:
-    """Write the comparison of runs into a folder, as `report.html` without external files and `report.json`."""
+    """Write the comparison of runs into a folder as `report.json` and a self-contained `report.html`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "runs": [{"name": run.name, "folder": str(run.folder)} for run in runs],

@@ -1,4 +1,4 @@
-"""Inputs of the metric model FLOPs utilisation (MFU), which are FLOPs per image and peak FLOP/s."""
+"""FLOPs per image and peak FLOP/s, from which model FLOPs utilisation (MFU) is computed."""
 
 from __future__ import annotations
 

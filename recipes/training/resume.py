@@ -117,7 +117,7 @@ def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
 
 
 class Configuration(Callback):
-    """Callback that saves the configuration in checkpoints, so that a resumed run can verify its own.
+    """Callback that saves the configuration in checkpoints, so that a resumed run can detect changes.
 
     Args:
         kept: Sections of the configuration to save, as plain data.

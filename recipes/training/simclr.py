@@ -122,7 +122,7 @@ class SimCLR(Classifier):
 
     @torch.no_grad()
     def _features_of_training_images(self) -> tuple[Tensor, Tensor]:
-        """Return features and labels of the same number of training images from each rank, on all ranks.
+        """Gather features and labels on all ranks, from the same number of training images per rank.
 
         Collective: every rank must call it.
         """

@@ -1,4 +1,4 @@
-"""Progress bar with metrics of large-batch training that avoids synchronising with the device."""
+"""Progress bar that shows large-batch training metrics without synchronising with the device."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _LoggedValues(ProgressBar):
 
 class _RichBar(_LoggedValues, RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
-        """Return the columns of Lightning's Rich bar, with a short bar and without the batches per second.
+        """Return the columns of Lightning's Rich bar, but with a shorter bar and without batches per second.
 
         The metric images per second replaces the batches per second.
         """

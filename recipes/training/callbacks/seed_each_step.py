@@ -43,7 +43,7 @@ class SeedEachStep(Callback):
         self._seed(trainer, batch_idx)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Seed the random number generators for a validation, which may run after any batch of an epoch."""
+        """Seed the random number generators for a validation, which can run after any batch of an epoch."""
         self._seed(trainer, trainer.global_step, _VALIDATION)
 
     def _seed(self, trainer: pl.Trainer, *place: int) -> None:
