@@ -45,7 +45,10 @@ SECTIONS = ("allreduce", "parts", "steps")
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
-    """Run the benchmarks on all ranks. Rank zero prints each result when it is available and writes the report."""
+    """Run the benchmarks on all ranks.
+
+    Rank zero prints each result as soon as it is measured, and writes the report at the end.
+    """
     with launch.job(cfg) as launched:
         for name in (
             "lightning.pytorch",

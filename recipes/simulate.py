@@ -81,7 +81,7 @@ def network_of(cfg: DictConfig) -> nn.Module:
 
 
 def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
-    """Return the images per second of one device, and whether they are estimated from its peak FLOP/s.
+    """Return the images per second of one device, and whether this is an estimate from its peak FLOP/s.
 
     Args:
         cfg: Configuration of the command.
@@ -160,7 +160,7 @@ def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
 
 
 def given_keys(cfg: DictConfig) -> set[str]:
-    """Return the keys that the user set on the command line, and `images_per_s` if it has a value."""
+    """Return the keys that were set on the command line, plus `images_per_s` if it is configured."""
     keys = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
     if cfg.images_per_s is not None:
         keys.add("images_per_s")

@@ -109,7 +109,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
 
 
 def configured_work(cfg: DictConfig) -> StepWorkload:
-    """Return the workload of the configured training step, for which the planner chooses a plan.
+    """Return the workload of one training step, as input for the communication planner.
 
     Without `images_per_s`, all gradients are ready at once, and no computation hides the communication.
     """
@@ -123,7 +123,7 @@ def configured_work(cfg: DictConfig) -> StepWorkload:
 
 
 def connecting_strategy(timeout_s: float) -> DDPStrategy:
-    """Return a DDP strategy with this timeout, with which Fabric starts or joins the ranks."""
+    """Create the DDP strategy with which Fabric connects the ranks, given a timeout in seconds."""
     return DDPStrategy(timeout=timedelta(seconds=timeout_s))
 
 
@@ -168,7 +168,7 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
 
 
 def words_of(cfg: DictConfig, network: str) -> TuneWords:
-    """Return the names and settings that the report shows, taken from a configuration."""
+    """Extract the names and settings that the report shows from the configuration."""
     return TuneWords(name=cfg.name, network=network, about=cfg.about, num_shown=cfg.num_shown)
 
 
@@ -184,7 +184,7 @@ def usage_lines(folder: Path, name: str) -> str:
 
 
 def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, MeasuredSetup]:
-    """Start or join the ranks and measure, or read earlier measurements from a file if `samples` is set.
+    """Measure the links on all ranks, or read earlier measurements if `samples` names a file.
 
     Returns whether this is rank zero, the measured times and their setup.
     """
