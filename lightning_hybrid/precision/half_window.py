@@ -232,9 +232,11 @@ class HalfPrecisionWindow:
         """Close the half-precision window within the block, and reopen it afterwards if it was open."""
         was_open = self.is_open
         self.close()
-        yield
-        if was_open:
-            self.open()
+        try:
+            yield
+        finally:
+            if was_open:
+                self.open()
 
     def check_dtypes(self) -> None:
         """Raise if user code has changed the dtype or shape of a parameter's data during a step."""

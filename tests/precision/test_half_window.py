@@ -265,6 +265,16 @@ def test_an_interrupt_between_two_parameters_leaves_an_fp32_module(monkeypatch):
     assert halves(module) == set()
 
 
+def test_after_an_error_that_user_code_catches_a_step_goes_on_in_half_precision():
+    module = nn.Linear(2, 2)
+    window = HalfPrecisionWindow(module, F16)
+    with window.opened():
+        with pytest.raises(ZeroDivisionError), window.shut():
+            raise ZeroDivisionError
+        assert halves(module) == {"weight", "bias"}
+    assert not halves(module)
+
+
 def test_hooks_and_requires_grad_go_along():
     parameter = nn.Parameter(torch.ones(2))
     window = HalfPrecisionWindow(nn.ParameterList([parameter]), F16)
