@@ -1,4 +1,4 @@
-"""Console command, in which `lightning-hybrid train ...` runs the program `recipes/train.py`.
+"""Console command `lightning-hybrid`, whose subcommands run the recipe programs.
 
     lightning-hybrid train trainer.devices=4
     torchrun --nproc-per-node=4 -m lightning_hybrid train
@@ -42,7 +42,7 @@ QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
 
 
 def programs() -> dict[str, Path]:
-    """Return the program file of each subcommand by name, from the wheel or the source checkout."""
+    """Return the path of each subcommand's program by name, from the wheel or the source checkout."""
     recipes = PACKAGE / "_app" / "recipes"  # in a wheel
     if not recipes.is_dir():
         recipes = PACKAGE.parent / "recipes"

@@ -1,4 +1,4 @@
-"""Functions that find the averaged model copies held by Lightning's callbacks."""
+"""Lookup of the averaged models held by Lightning's callbacks, such as EMA and SWA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.lightning_names import lightning_types
 
 
 def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
-    """Return the averaged models held by Lightning's weight-averaging callbacks.
+    """Return the averaged models of Lightning's weight-averaging callbacks, as the callbacks store them.
 
     Args:
         callbacks: Callbacks of the trainer.
@@ -30,7 +30,7 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
 
 
 def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
-    """Return the modules with averaged weights held by EMA, SWA and similar callbacks."""
+    """Return the averaged models of EMA, SWA and similar callbacks, without `AveragedModel` wrappers."""
     modules = []
     for average in average_models(callbacks, "StochasticWeightAveraging"):
         if isinstance(average, AveragedModel):

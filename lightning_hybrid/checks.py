@@ -36,7 +36,7 @@ def _number_in(text: str) -> int | float | str:
 
 
 def make_whole(instance: Any, *fields: str) -> None:
-    """Convert dataclass fields in place to plain values, and integral floats such as 1e6 to integers.
+    """Convert dataclass fields in place to plain Python values, and integral floats to integers.
 
     YAML and Python read 1e6 as a float. The dataclass may be frozen.
     """
@@ -48,7 +48,7 @@ def make_whole(instance: Any, *fields: str) -> None:
 
 
 def make_plain(instance: Any, *fields: str) -> None:
-    """Convert fields of a dataclass in place to plain Python values, even if it is frozen."""
+    """Convert fields of a dataclass in place to plain Python values, even if the dataclass is frozen."""
     for field in fields:
         object.__setattr__(instance, field, plain_value(getattr(instance, field)))
 

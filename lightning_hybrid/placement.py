@@ -106,7 +106,7 @@ def flattened(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor overlap or have gaps between them in memory.
+    """Return whether a tensor's elements overlap in memory or have gaps between them.
 
     >>> import torch
     >>> has_gaps(torch.zeros(4, 3).T), has_gaps(torch.zeros(4, 3)[:, :2])

@@ -50,7 +50,10 @@ class RefusedCheckpointError(UnpicklingError, ValueError):
 
 
 class CheckpointWriteError(OSError):
-    """Error raised when a checkpoint cannot be written, in which case an existing file is kept."""
+    """Error raised when a checkpoint cannot be written.
+
+    An existing checkpoint file is kept.
+    """
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ class _ChecksumFile:
         """Do nothing, because the file is not buffered."""
 
     def finish(self) -> None:
-        """Write the length of the zip comment and then the comment, which contains the checksum."""
+        """Write the zip comment, which contains the checksum, after its length."""
         assert self.withheld == b"\0\0", "torch.save did not end with an archive without a comment"
         self._put(memoryview(_COMMENT_BYTES.to_bytes(2, "little")))
         comment = _COMMENT % (self.crc32, self.num_bytes)

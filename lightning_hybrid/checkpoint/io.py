@@ -146,7 +146,7 @@ class DurableCheckpointIOMixin(_Base):
         return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint once pending writes are done, unless the latest of them failed."""
+        """Remove a checkpoint after all pending writes are done, unless the latest of these writes failed."""
         if not _is_local(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:

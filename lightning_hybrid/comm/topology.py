@@ -97,7 +97,7 @@ class Topology:
         return self.node[0]
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that communicate with each other in a scope.
+        """Return the groups of ranks that communicate with each other, for a scope such as `"node"`.
 
         >>> Topology(rank=0, nodes=((0, 1), (2, 3))).partition("across")
         ((0, 2), (1, 3))
@@ -266,7 +266,7 @@ class ReplicaSets:
         return Topology(rank=set_rank, nodes=tuple(sorted(nodes)))
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of global ranks of all sets that communicate with each other in a scope."""
+        """Return the groups of global ranks that communicate with each other in a scope, for all sets."""
         groups = []
         for ranks in self.sets:
             for indices in self._of(ranks).partition(scope):

@@ -49,7 +49,7 @@ else:
 
 
 def _explaining(name: str) -> Any:
-    """Return a wrapper around a base-class method that names missing ranks in its errors."""
+    """Wrap a base-class method so that its error messages name missing ranks."""
 
     def call(self: FabricHybridAllReduce, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -240,7 +240,7 @@ class FabricHybridAllReduce(_Base):
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader whose position can be saved and resumed within an epoch, if the given loader allows it."""
+        """Return a loader that can resume within an epoch, or the given loader if this is off or unsupported."""
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 
@@ -260,7 +260,7 @@ class FabricHybridAllReduce(_Base):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients' norm like DDP, but do not raise for inf and nan if the loss is scaled.
+        """Clip gradients by norm like DDP, but do not raise for inf or nan if the loss is scaled.
 
         The optimizer step is then skipped.
         """

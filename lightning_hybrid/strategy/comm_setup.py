@@ -102,7 +102,7 @@ class CommSetup:
     # ---- topology and plan -------------------------------------------------------------------
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether options or layers may use several process groups at the same time."""
+        """Return whether the options or the module's layers could use several process groups at once."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
         if self.options.plan.algorithm not in ("auto", "flat"):
@@ -149,7 +149,7 @@ class CommSetup:
         self._timeout = timeout
 
     def find_plan(self, module: nn.Module) -> None:
-        """Adapt the communication plan to the topology, the options and the module's gradients."""
+        """Determine and store the communication plan for the options, topology and module gradients."""
         on_cuda = self.device.type == "cuda"
         codec = self.options.dtype_across_nodes
         if self.options.is_adasum:
@@ -170,7 +170,7 @@ class CommSetup:
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
-        """Store extra arguments for the engine, and replace the plan if they contain another one."""
+        """Store extra engine arguments, and use the communication plan among them if there is one."""
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
 
@@ -271,7 +271,7 @@ class CommSetup:
     # ---- end ---------------------------------------------------------------------------------
 
     def close(self, optimizers: Sequence[Optimizer]) -> None:
-        """Close the engine, write its timeline and destroy the process group of the shared LARS work."""
+        """Close the engine, write its timeline and destroy the process group for distributed LARS computation."""
         engine = self.engine
         self.engine = None
         self.hook_state = None  # frees a codec's buckets, which are as large as all gradients
@@ -317,7 +317,7 @@ def _is_orthogonal(optimizer: Optimizer) -> bool:
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
-    """Return the `id`s of the parameters that DDP averages or ignores, and the names of ignored ones."""
+    """Return the `id`s of all parameters that DDP averages or ignores, and the names that it ignores."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     averaged: set[int] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):

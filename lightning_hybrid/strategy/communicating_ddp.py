@@ -172,7 +172,7 @@ class CommunicatingDDP(_Base):
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward pass, and raise if the loss yields no gradients for other ranks to average."""
+        """Run the backward pass, and raise if it produces no gradients although other ranks wait for them."""
         refuse_loss_without_gradient(
             closure_loss, rank=self.global_rank, world_size=self.world_size
         )
@@ -187,7 +187,7 @@ class CommunicatingDDP(_Base):
         return scaled_loss
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Raise if a backward pass filled no bucket although other ranks wait for its gradients."""
+        """Raise if a backward pass produced no gradient bucket although other ranks wait for its gradients."""
         is_averaged = (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
@@ -204,7 +204,7 @@ class CommunicatingDDP(_Base):
     # ---- failures ----------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start training like DDP, and let a SIGTERM to any rank stop all ranks."""
+        """Run DDP's `on_train_start`, and install a handler so that SIGTERM on any rank stops all ranks."""
         super().on_train_start()
         self._failures.watch_sigterm(self._module.trainer)
 
@@ -236,7 +236,7 @@ class CommunicatingDDP(_Base):
             return gathered
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report an error to the other ranks, or name the rank that caused it."""
+        """Report this rank's error to the other ranks, or name the rank at fault in the error message."""
         # This comes first: DDP replaces torch's message by its advice, which the report below the traceback repeats.
         super().on_exception(exception)
         use_own_names(exception, strategy=type(self).__name__)

@@ -288,7 +288,7 @@ all-reduce algorithms, but Adasum is not a sum. Leave `comm.plan` out, or set be
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:
-    """Return features of the topology that conflict with some options, such as unequal node sizes."""
+    """Return the properties of a topology that some options do not support, such as unequal node sizes."""
     if topology.ranks_per_node:
         return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
@@ -296,7 +296,7 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
-    """Return features of the precision plugin that conflict with some options, such as a `GradScaler`."""
+    """Return the properties of a precision plugin that some options do not support, such as `64-true`."""
     text = f"`precision` (={plugin.precision!r})"
     features: dict[str, str] = {}
     if plugin.precision == "64-true":
@@ -309,7 +309,7 @@ def in_precision(plugin: Any) -> dict[str, str]:
 
 
 def in_module(module: nn.Module) -> dict[str, str]:
-    """Return features of a module's layers that conflict with some options, such as `SyncBatchNorm`."""
+    """Return the layers of a module that some options do not support, such as `SyncBatchNorm`."""
     features: dict[str, str] = {}
     for name, layer in module.named_modules():
         text = f"`{name or 'the module'}` (={type(layer).__name__})"
@@ -329,7 +329,7 @@ _EXCLUDING_CALLBACKS = (
 
 
 def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
-    """Return the callbacks that conflict with some options, such as `ModelPruning`."""
+    """Return the callbacks that some options do not support, such as `ModelPruning`."""
     features: dict[str, str] = {}
     for callback in callbacks:
         for name in _EXCLUDING_CALLBACKS:
@@ -341,7 +341,7 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return the properties of the optimizers that conflict with options, such as an update that needs full tensors.
+    """Return optimizer properties that some options do not support, such as a parameter in two optimizers.
 
     Args:
         optimizers: Optimizers to inspect.

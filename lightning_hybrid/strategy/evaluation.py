@@ -84,7 +84,7 @@ class Evaluation:
         return with_prefetcher(loader)
 
     def _obstacle_of(self, loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-        """Return the reason why a loader must repeat samples, or None if it can skip the repeats."""
+        """Return the reason why a loader must repeat samples, or None if repeated samples can be skipped."""
         from lightning_hybrid.data.exact_evaluation import Obstacle, obstacle_of
 
         obstacle = obstacle_of(loader, share)
@@ -113,7 +113,7 @@ class Evaluation:
         return limit
 
     def _runs_all(self, num_batches: int) -> bool:
-        """Return whether `limit_<stage>_batches` lets a loader run all of its `num_batches` batches."""
+        """Return whether `limit_<stage>_batches` permits all `num_batches` batches of a loader."""
         if isinstance(self._limit, int):
             return self._limit >= num_batches
         return int(num_batches * self._limit) == num_batches
@@ -121,19 +121,19 @@ class Evaluation:
     # ---- user code that calls collectives ----------------------------------------------------
 
     def num_collectives(self) -> int:
-        """Return the number of collectives called by this process, except DDP's in evaluation steps.
+        """Return the number of collectives that this process has called, excluding DDP's buffer broadcasts.
 
         DDP calls collectives in evaluation steps to broadcast its buffers.
         """
         return _num_collectives() - self._num_of_ddp
 
     def num_before_step(self) -> int:
-        """Return the number of collectives that preceded the latest evaluation step."""
+        """Return the number of collectives that this process had called before the latest evaluation step."""
         return self._num_before_step
 
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
-        """Return a context for an evaluation step that excludes DDP's buffer broadcasts from the count.
+        """Return a context for an evaluation step, in which DDP's buffer broadcasts are not counted.
 
         Args:
             model: The module, wrapped in DDP during `Trainer.fit`.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FitContext:
-    """Description of a training run that an extension may read during the run and after its end.
+    """Description of a training run, which extensions can read during the run and after its end.
 
     Attributes:
         module: The user's module.
@@ -133,7 +133,7 @@ class FitExtension:
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields this rank's optimizer state dict, given the full `state`."""
+        """Return a context that yields the optimizer state to load on this rank, given the full `state`."""
         return nullcontext(state)
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
@@ -171,7 +171,7 @@ class FitExtension:
         return run(loss)
 
     def before_all_gather(self, fit: RunningFit) -> None:
-        """Run before `all_gather` of the module or the strategy, and raise an error to prevent the call."""
+        """Run before every `all_gather` of the module or strategy, which it can prevent by raising an error."""
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Run an optimizer step by calling `run()`, and return its result.
@@ -223,7 +223,7 @@ class FitExtension:
     # ---- checkpoints and status --------------------------------------------------------------
 
     def reading_module(self, fit: RunningFit) -> AbstractContextManager[None]:
-        """Return a context in which the strategy may read the module's state dict.
+        """Return a context in which the strategy reads the module's state dict.
 
         Collective, unless this rank is failing.
         """
@@ -258,7 +258,7 @@ class FitExtension:
         """
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Stop the extension and release all that `after_setup` created, even if it did not complete.
+        """Stop the extension and release the resources created by `after_setup`, even if setup failed.
 
         The engine still runs. Collective only without an error.
         """

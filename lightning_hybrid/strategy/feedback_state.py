@@ -60,7 +60,7 @@ class Slab:
         return last.first_block + num_blocks_of(num_reals(last.parameter))
 
     def rows(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name with a view of its values that has the parameter's shape."""
+        """Yield each parameter's name and a view of its values with the parameter's shape."""
         for name, parameter, first_block in self.parameters:
             begin = (first_block - self.first_block) * BLOCK
             yield name, _view_as_parameter(values[begin:], parameter)
@@ -119,14 +119,14 @@ class ErrorFeedbackExtension(FitExtension):
         self._blocks: BlockNumbers
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Store a reference to the error-feedback residuals, which exist if there are several nodes."""
+        """Store a reference to the error-feedback residuals if there are several nodes."""
         if fit.hook_state.feedback is not None:
             self._feedback = fit.hook_state.feedback
             self._blocks = fit.hook_state.blocks
             self._feedback.may_skip = _step_state(fit) is not None
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Pass the current loss scale to the error feedback, because residuals are stored unscaled."""
+        """Pass the current loss scale to the error feedback, which rescales residuals when the scale changes."""
         if self._feedback is None:
             return
         state = _step_state(fit)

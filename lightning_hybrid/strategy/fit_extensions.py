@@ -41,14 +41,14 @@ class FitExtensions:
 
     @property
     def fit(self) -> FitContext:
-        """Description of the training run that extensions may read."""
+        """Description of the training run for extensions."""
         assert self._fit is not None, "without extensions no hook needs the facts of a fit"
         return self._fit
 
     # ---- setup -------------------------------------------------------------------------------
 
     def before_optimizers(self) -> None:
-        """Call `before_optimizers` of each extension once, which may modify the module."""
+        """Call each extension's `before_optimizers` hook once, so that extensions can modify the module."""
         while self._waiting:
             extension = self._waiting.pop(0)
             self._changed.append(extension)
@@ -107,7 +107,7 @@ class FitExtensions:
     # ---- during the run ----------------------------------------------------------------------
 
     def _running_members(self) -> list[tuple[FitExtension, RunningFit]]:
-        """Return each started extension with the description of the run, or an empty list if none runs."""
+        """Return (extension, run description) pairs of all started extensions, or an empty list without a run."""
         if self._running is None:
             return []
         return [(extension, self._running) for extension in self._begun]
@@ -170,7 +170,7 @@ class FitExtensions:
     def load_optimizers(
         self, optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any], device: torch.device
     ) -> None:
-        """Restore the extensions' state and, for each optimizer, the state that this rank holds.
+        """Load the state of the extensions and of this rank's optimizers from a checkpoint.
 
         Args:
             optimizers: The optimizers, in the order of the checkpoint.
@@ -188,7 +188,7 @@ class FitExtensions:
     def _loading(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
-        """Return a context that yields this rank's optimizer state dict, given the full `state`."""
+        """Return a context that yields the optimizer state to load on this rank, given the full `state`."""
         with ExitStack() as stack:
             for extension, fit in self._running_members():
                 state = stack.enter_context(extension.loading(fit, optimizer, state))

@@ -169,7 +169,7 @@ class HybridAllReduce(HalfPrecisionDDP):
             self._failures.end_setup()  # The engine's watchdog names missing ranks from here on.
 
     def _hidden(self) -> AbstractContextManager[None]:
-        """Return a context in which device moves skip layers that belong to other ranks."""
+        """Return a context in which moving the module to the device skips layers of other ranks."""
         return nullcontext()
 
     def model_to_device(self) -> None:
@@ -210,7 +210,7 @@ class HybridAllReduce(HalfPrecisionDDP):
     # ---- step --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start training like DDP, and restore loader positions and batch counters of a resumed run."""
+        """Run DDP's `on_train_start`, then restore loader states and batch counters of a resumed run."""
         super().on_train_start()
         self._loaders.on_train_start()
 
@@ -284,7 +284,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather a tensor from all ranks, unless an extension or exact evaluation raises an error."""
+        """Gather a tensor from all ranks, after checks by the extensions and by exact evaluation."""
         self._extensions.call("before_all_gather")
         self._evaluation.refuse_unequal_shapes(tensor, group)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
@@ -313,7 +313,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         return checkpoint
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's full state dict, after deferred learning-rate schedules have run."""
+        """Run deferred learning-rate schedules, then return an optimizer's full state dict."""
         self._masters.run_deferred_schedules()
         return self._extensions.optimizer_state(optimizer, super().optimizer_state(optimizer))
 

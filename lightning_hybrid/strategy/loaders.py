@@ -97,7 +97,7 @@ class TrainingLoaders:
             self.seed = next(seed for rank, seed in seeds if rank == self.rank)
 
     def _separate_combined_loader(self) -> None:
-        """Replace the user's `CombinedLoader` by a copy, so that the user may iterate over the original.
+        """Replace the user's `CombinedLoader` by a copy, so that the user can iterate over the original.
 
         Lightning stores the iterators of training in the loader, and iterating over it would replace them.
         """
@@ -223,7 +223,7 @@ class TrainingLoaders:
     # ---- start of a run ----------------------------------------------------------------------
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the epoch and batch at which training starts to iterate over a loader.
+        """Return the epoch and batch at which the next training pass over a loader starts.
 
         Both are computed from the counters of the training loop.
         """
@@ -436,7 +436,7 @@ class TrainingLoaders:
     # ---- checkpoints -------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], *, is_alone: bool) -> None:
-        """Move the loaders' states in a checkpoint to a separate entry that contains all ranks' states.
+        """Replace this rank's loader states in a checkpoint by a separate entry with the states of all ranks.
 
         Collective, unless `is_alone`: every rank must call it.
 

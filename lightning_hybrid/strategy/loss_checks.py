@@ -41,7 +41,7 @@ def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) 
 
 
 def depends_on_parameter(loss: Tensor) -> bool:
-    """Return whether the autograd graph of a loss may reach a parameter.
+    """Return whether the autograd graph of a loss reaches, or could reach, a parameter.
 
     The graph of a custom autograd function is unknown, so such a function counts as reaching a parameter.
 

@@ -59,14 +59,14 @@ class MasterWeights:
 
     @property
     def half(self) -> MasterWeightMixin | None:
-        """Precision plugin if it trains with fp32 master weights, or else None."""
+        """Precision plugin if it uses fp32 master weights, or else None."""
         if isinstance(self.plugin, MasterWeightMixin):
             return self.plugin
         return None
 
     @property
     def window(self) -> HalfPrecisionWindow | None:
-        """Half-precision window that swaps the module's fp32 and half-precision parameters, or None."""
+        """Object that swaps module parameters between fp32 and half precision, or None without master weights."""
         if self.half is None:
             return None
         return self.half.window
@@ -98,7 +98,7 @@ class MasterWeights:
         get_wrapped: Callable[[], Any],
         flush_backward: Callable[[Tensor], object],
     ) -> None:
-        """Connect the precision plugin to the strategy, which tells it when DDP averages gradients.
+        """Connect the precision plugin to the strategy, so that it knows when DDP averages gradients.
 
         Args:
             module: The user's module.
@@ -135,7 +135,7 @@ class MasterWeights:
             self.window.broadcast_(module, ignored)
 
     def opened(self) -> AbstractContextManager[Any]:
-        """Return a context in which the module's parameters are their half-precision copies."""
+        """Return a context in which the module's parameters hold their half-precision copies."""
         if self.window is None:
             return nullcontext()
         return self.window.opened()
@@ -173,7 +173,7 @@ class MasterWeights:
             self.half.close_window()
 
     def run_deferred_schedules(self) -> None:
-        """Run the learning-rate schedules that wait until it is known whether the step was skipped."""
+        """Run learning-rate schedules that were deferred until it is known whether the step was skipped."""
         if self.half is not None:
             self.half.run_deferred_schedules()
 
@@ -186,7 +186,7 @@ class MasterWeights:
     # ---- end ---------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """Run deferred learning-rate schedules, and raise after too many consecutive overflows."""
+        """Run deferred learning-rate schedules, and raise if too many consecutive steps overflowed."""
         if self.half is not None:
             self.half.on_train_end()
 

@@ -45,7 +45,7 @@ _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": 
 
 
 def register_everywhere() -> None:
-    """Register the strategies in every Lightning package, at once or when the package is imported."""
+    """Register the strategies in each Lightning package that is already imported or is imported later."""
     for name in _REGISTRIES:
         if name in sys.modules:
             _register(sys.modules[name])

@@ -212,7 +212,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
-    """Wait until all ranks have registered or time is up, and return the missing ranks as text.
+    """Wait until all ranks have registered or the timeout expires, and return the missing ranks as text.
 
     Rank zero calls the function. The result is also written to the store for the other ranks. It is empty if no rank
     is missing.
@@ -377,7 +377,7 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
 
 
 def let_ranks_report() -> None:
-    """Delay Lightning's termination of ranks after one has died, so that they can report the cause.
+    """Delay Lightning's termination of the other ranks after one has died, so that they report the cause.
 
     They get `REPORT_S` seconds. Lightning checks every 5 s, and would kill this process before or while it reports the
     dead rank and the reason.

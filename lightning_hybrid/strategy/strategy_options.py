@@ -188,7 +188,7 @@ class StrategyOptions:
 
     @property
     def joins_uneven_batches(self) -> bool:
-        """True if ranks whose loaders end early join the remaining steps of the epoch."""
+        """True if ranks with exhausted loaders join the remaining steps of the epoch."""
         return self.uneven_batches == "join"
 
     @property
@@ -318,7 +318,7 @@ def argument_names(strategy_type: type, root: type) -> list[str]:
 def refuse_unknown_options(
     ddp_kwargs: Mapping[str, Any], argument_names: Iterable[str], strategy_name: str = STRATEGY_NAME
 ) -> None:
-    """Raise if a keyword is not an argument of `DistributedDataParallel` that users may set.
+    """Raise if a keyword is not a `DistributedDataParallel` argument that users can set.
 
     Args:
         ddp_kwargs: The keyword arguments to check.

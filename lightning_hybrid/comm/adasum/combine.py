@@ -95,7 +95,7 @@ class _Combination:
         self._halves: list[tuple[slice, slice]] = []  # kept and sent, for each level
 
     def combine_level(self, level: int) -> None:
-        """Exchange halves with the partner node of a tree level, and combine the half that this node keeps."""
+        """Exchange halves of the bucket with the partner node, and combine the half that this node keeps."""
         partner = self._rank ^ (1 << level)
         received = self._swap_halves(partner)
         segments = None
@@ -241,7 +241,7 @@ def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segment
 
 
 def _segments(bounds: Sequence[int], begin: int, end: int, device: torch.device) -> Tensor:
-    """Return the number of elements of each tensor, and of the tail after them, between two positions."""
+    """Return how many elements of each tensor, and how many after the last tensor, lie in a range."""
     ends = [min(max(bound, begin), end) for bound in (*bounds, end)]
     lengths = torch.tensor([high - low for low, high in pairwise(ends)])
     if device.type == "cuda":

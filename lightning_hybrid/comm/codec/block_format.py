@@ -74,7 +74,7 @@ def most_code(bits: int) -> int:
 
 
 def reciprocal_of(most: int) -> float:
-    """Return 1 / MOST rounded to float32, the factor from a block's maximum to its scale.
+    """Return 1 / `most` in float32, by which a block's maximum is multiplied to obtain its scale.
 
     >>> reciprocal_of(7) == 1 / 7, abs(reciprocal_of(7) * 7 - 1) < 2**-24
     (False, True)

@@ -159,7 +159,7 @@ class Coder:
             self._passes.add(row[None], elements)
 
     def _split_rows(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the index of the first block, the elements and the message of each row.
+        """Yield, for each row, its first block index, its elements in `flat` and its message.
 
         The last row may hold fewer elements.
         """

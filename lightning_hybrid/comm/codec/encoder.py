@@ -40,7 +40,7 @@ class Blocks:
         ids: Tensor | None = None,
         feedback: BucketFeedback | None = None,
     ) -> Blocks:
-        """Create the blocks of a tensor that is submitted in the coder's current step.
+        """Create the block description of a tensor that is reduced in the coder's current step.
 
         Args:
             coder: Codec on the tensor's device.

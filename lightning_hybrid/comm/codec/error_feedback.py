@@ -170,7 +170,7 @@ class ErrorFeedback:
     def _residual_of_node(
         self, numbers: Tensor, device: torch.device, divisor: int
     ) -> Tensor | None:
-        """Return the node's residual of the given blocks in the units of this step, or None if there is none.
+        """Return the node's residual for the given blocks, scaled to this step, or None if there is none.
 
         Collective within a node of several ranks, unless the residual comes from `load` or there is none.
         """
@@ -233,7 +233,7 @@ class ErrorFeedback:
         return values.view(-1)
 
     def load(self, values: Tensor | None) -> None:
-        """Replace all residuals by a node residual, such as that of a checkpoint.
+        """Replace all residuals by the residual of a node, for example from a checkpoint.
 
         Args:
             values: Residual of all blocks with 256 elements each, float32, in the units of `share`. None: zeros.

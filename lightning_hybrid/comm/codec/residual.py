@@ -16,7 +16,7 @@ _NAN_SCALE = 0x7FC0
 
 @dataclass(eq=False)
 class FeedbackStep:
-    """Loss scale of a training step, and whether the optimizer skipped the step.
+    """Loss scale of one training step, and its outcome (applied or skipped).
 
     Args:
         loss_scale: Loss scale of the step's gradients, a power of two, 0-dim. None: 1.
@@ -105,7 +105,7 @@ class Residual:
             new_residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decided(self) -> Tensor:
-        """Return the residual after the last step, or before it if the step was skipped.
+        """Return the residual after the last step, or the one from before that step if it was skipped.
 
         A step whose outcome is not known yet counts as skipped.
         """
@@ -138,7 +138,7 @@ class Residual:
         return values
 
     def unscaled(self) -> Tensor:
-        """Return the residual in the units of gradients without loss scale and divisor."""
+        """Return the residual with the loss scale and the divisor of its gradients removed."""
         # Both are powers of two, so the result is exact.
         values = self.decided()
         loss_scale = self._step.loss_scale

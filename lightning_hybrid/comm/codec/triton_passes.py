@@ -49,7 +49,7 @@ class TritonPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Encode a float32 tensor into `message`, which may be a matrix with one message in each row.
+        """Encode a float32 tensor into `message`, or into the rows of a matrix with one message per row.
 
         The arguments are those of `TorchPasses.encode`, but `noise` is ignored, because rounding errors are not
         measured.

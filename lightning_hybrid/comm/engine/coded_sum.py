@@ -56,7 +56,7 @@ def sum_coded_(
 def _exchange_(
     values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
 ) -> None:
-    """All-reduce over two ranks, each of which sends its whole encoded tensor to the other rank."""
+    """All-reduce a tensor over two ranks, which send each other the whole encoded tensor."""
     rank = dist.get_rank(group)
     num_bytes = blocks.coder.codec.message_bytes(values.numel())
     messages = _messages("messages", 2, num_bytes, values.device, by_backend)
@@ -68,7 +68,7 @@ def _exchange_(
 def _sum_by_parts_(
     values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
 ) -> None:
-    """All-reduce over three or more ranks by a compressed reduce-scatter and all-gather."""
+    """All-reduce a tensor over three or more ranks by a compressed reduce-scatter and all-gather."""
     coder = blocks.coder
     num_ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)

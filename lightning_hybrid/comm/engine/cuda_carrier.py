@@ -181,7 +181,7 @@ class CudaCarrier:
         return self._issued
 
     def look(self, *, with_places: bool = False) -> None:
-        """Check, without blocking, which buckets the device has finished, by querying their CUDA events.
+        """Check without blocking which buckets the device has finished.
 
         Args:
             with_places: Whether to note the current stage of the oldest unfinished bucket.

@@ -174,7 +174,7 @@ class IssuedBuckets:
         self._is_over = True
 
     def close(self) -> None:
-        """Report the times of finished buckets that were not reported yet to the trace."""
+        """Send the times of finished buckets to the trace, unless they were sent before."""
         with suppress(RuntimeError, ValueError):
             self._report()
 

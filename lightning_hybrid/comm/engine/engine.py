@@ -305,7 +305,7 @@ class CommEngine:
     def _new_coded_job(
         self, bucket: InFlightBucket, block_ids: Tensor | None, feedback: BucketFeedback | None
     ) -> Callable[[Tensor], Job]:
-        """Return a factory that creates the job of a chunk with the codec blocks of the chunk."""
+        """Return a function that creates the all-reduce job of a chunk, given the chunk's elements."""
         assert self.coder is not None
         flat = bucket.flat
         new_job = self._new_job
@@ -324,7 +324,7 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        """Record a bucket in the order of submissions, and select how ranks compare it.
+        """Append a bucket to the submission order, and select how ranks verify that they agree on it.
 
         Returns:
             The checksum of the order if this is a step's last bucket, else None.
@@ -414,7 +414,7 @@ class CommEngine:
         self._latch.raise_if_tripped()
 
     def abort(self, reason: str) -> None:
-        """Make communication fail on every rank, because the caller has an error on this rank.
+        """Make communication fail on every rank, because an error has occurred on this rank.
 
         Do nothing if the engine has failed or is closed.
         """

@@ -105,7 +105,7 @@ def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGN
 
 
 def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Gather shard r of each rank r on the group's rank 0, in place."""
+    """Gather shard r from each rank r on the group's rank 0, in place."""
     rank = dist.get_rank(group)
     works = []
     if rank != 0:

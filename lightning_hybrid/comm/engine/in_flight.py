@@ -32,7 +32,7 @@ _NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Chunk:
-    """Contiguous slice of a bucket that passes through the all-reduce stages on its own.
+    """Contiguous slice of a bucket that passes through the all-reduce stages independently.
 
     Args:
         bucket: Bucket that the chunk belongs to.
@@ -57,7 +57,7 @@ class Chunk:
         return self.part.numel() * self.part.element_size()
 
     def begin(self, watchdog: Watchdog, copies: CopyPool) -> None:
-        """Prepare the chunk for its first stage by comparing the bucket over ranks and adding the checksum."""
+        """Prepare the chunk for its first stage by comparing the bucket between ranks and adding the checksum."""
         self.bucket.compare_contents(watchdog)
         if self.checksum is not None:
             self._copy = copies.take(self.part, self.checksum)
@@ -181,7 +181,7 @@ class InFlightBucket:
         return any(chunk.place.startswith("in ") for chunk in self.chunks)
 
     def compare_contents(self, watchdog: Watchdog) -> None:
-        """Check once that all ranks submitted the same new bucket.
+        """Check once that all ranks submitted the same bucket, if the bucket is new.
 
         Other threads of this rank that handle the bucket wait meanwhile.
 
@@ -197,7 +197,7 @@ class InFlightBucket:
                     self.contents = None
 
     def compare_step(self, watchdog: Watchdog) -> None:
-        """Check that all ranks submitted the same buckets in a finished step, if `contents_of_step` is set.
+        """Check that all ranks submitted the same buckets in a finished step, if this step is to be compared.
 
         Raises:
             OrderError: Another rank submitted different buckets, or the same buckets in a different order.

@@ -39,7 +39,7 @@ def gather_(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def gather_across_(job: Job, group: dist.ProcessGroup) -> None:
-    """All-gather this rank's shard of the node between the ranks of equal local rank on all nodes."""
+    """All-gather this rank's shard over the ranks with the same local rank on all nodes."""
     shards = job.flat.chunk(len(job.topology.node))
     _gather(shards[job.topology.local_rank], job, group)
 

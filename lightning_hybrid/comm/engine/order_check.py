@@ -162,7 +162,7 @@ class ChecksummedCopy:
         self._checksum.copy_(_elements(value))
 
     def is_wrong(self, value: int) -> bool:
-        """Return whether the checksum of any rank differs from this rank's, after the reduction.
+        """Return whether the reduced checksum shows that another rank's checksum differs from this rank's.
 
         `value` is the number from which this rank's checksum was computed.
         """

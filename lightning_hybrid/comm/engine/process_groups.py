@@ -186,7 +186,7 @@ def new_node_group(
 
 
 def destroy(group: dist.ProcessGroup) -> None:
-    """Destroy a process group, unless the default group was destroyed before."""
+    """Destroy a process group, unless it was destroyed together with the default group."""
     with suppress(ValueError):
         if dist.is_initialized():
             dist.destroy_process_group(group)

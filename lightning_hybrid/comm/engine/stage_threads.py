@@ -99,7 +99,7 @@ class StageThreads:
         latch.give_up = self._give_up
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Start the stage threads of each algorithm, for the given number of columns."""
+        """Start the stage threads of each algorithm, with one set of threads for each set of process groups."""
         for algorithm, num_columns in columns.items():
             self._columns[algorithm] = [
                 self._start(algorithm, column) for column in range(num_columns)
@@ -129,7 +129,7 @@ class StageThreads:
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Split a bucket into chunks, and distribute them round-robin over the columns' queues.
+        """Split a bucket into chunks, and distribute them round-robin over the queues of the stage threads.
 
         It must be called in the order of submission.
         """
@@ -192,7 +192,7 @@ class StageThreads:
             successor.put(chunk)
 
     def _has_run(self, stage_thread: StageThread, chunk: Chunk) -> bool:
-        """Run a stage, and return whether it succeeded without an earlier failure."""
+        """Run a stage unless the engine has failed, and return whether the stage succeeded."""
         # Set before the check for failures, because after a failure the group of an idle stage is freed.
         stage_thread.is_inside = True
         if self._latch.error:

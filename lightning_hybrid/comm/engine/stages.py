@@ -232,7 +232,7 @@ def stages_by_name(name: Any) -> tuple[Stage, ...]:
 
 
 def group_name(stage: Stage, column: int = 0) -> str:
-    """Return the name of a stage's process groups, with the column as a suffix from column 1 on."""
+    """Return the name of a stage's process groups, with a numeric suffix for every set after the first."""
     if column == 0:
         return stage.name
     return f"{stage.name}.{column}"

@@ -1,1 +1,1 @@
-"""Failure handling, which turns the failure of one rank into an error on all ranks that names it."""
+"""Failure handling, which raises an error on all ranks that names the failed rank."""

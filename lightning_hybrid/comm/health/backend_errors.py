@@ -48,7 +48,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def comes_from_others(error: BaseException) -> bool:
-    """Return whether an error shows that another rank may be the cause.
+    """Return whether another rank could have caused an error.
 
     Such errors come from a collective, from a store, or from this package's comparison of buckets.
     """

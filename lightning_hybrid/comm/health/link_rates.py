@@ -109,7 +109,7 @@ def slowest_rate(by_node: Mapping[int, _Counts], *, num_steps: int) -> LinkRate:
 
 
 def node_of_addresses(addresses: Mapping[int, set[str]], *, own_node: int) -> dict[str, int]:
-    """Map the IP addresses of other nodes to node indices, without ambiguous addresses.
+    """Map the IP addresses of other nodes to node indices, and leave out ambiguous addresses.
 
     An address is ambiguous if several nodes have it.
 

@@ -27,7 +27,7 @@ class Traffic:
     inside: float = 0.0
 
     def without_gather(self, scope: Literal["node", "world"]) -> Traffic:
-        """Return the traffic without the final gather, so that each rank holds only one shard of the sum.
+        """Return the traffic of the all-reduce without its final all-gather, as in a reduce-scatter.
 
         Args:
             scope: Ranks that share the sum: the ranks of a node, or all ranks.

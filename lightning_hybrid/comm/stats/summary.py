@@ -1,4 +1,4 @@
-"""Summaries of communication, with bytes, times and the time that backward did not hide."""
+"""Communication summaries, with traffic, times and the time that backward does not overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.comm.stats.link_bytes import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """Number of all-reduces of one bucket, and their times.
+    """Summary of the all-reduces of one bucket, with their number, traffic and times.
 
     Times are None if they were not measured.
 
@@ -86,7 +86,10 @@ class CommSummary:
 
     @property
     def exposed_by_bucket_s(self) -> dict[int, float]:
-        """Seconds that backward did not hide for each bucket index, or an empty dictionary if not measured."""
+        """Communication time in seconds that backward does not overlap, by bucket index.
+
+        The dictionary is empty if the time was not measured.
+        """
         seconds: dict[int, float] = {}
         for bucket in self.buckets:
             if bucket.exposed_s is not None:

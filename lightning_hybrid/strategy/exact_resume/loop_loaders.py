@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopReader:
-    """Reader of a data loader in a user's own training loop, where each iteration is one epoch.
+    """Reader interface for a data loader in a user's own training loop, where each pass is one epoch.
 
-    The first iteration continues from the loaded state.
+    The first pass continues from the loaded state.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class LoopReader:
         return True
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the epoch and batch at which the next iteration over a loader starts."""
+        """Return the epoch and batch at which the next pass over a loader starts."""
         from lightning_hybrid.data.place import Place
 
         state = resume.loaded
@@ -65,7 +65,7 @@ class LoopLoaders:
         self._num_loaders = 0
 
     def process(self, loader: Any, rank: int, world_size: int) -> Any:
-        """Return a loader that resumes in the middle of an epoch, or `loader` itself if it cannot."""
+        """Return a loader that can resume within an epoch, or the given loader if this is off or unsupported."""
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
 
         if not self._is_on or not can_be_exact(loader):
@@ -76,7 +76,7 @@ class LoopLoaders:
         return exact_loader
 
     def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return the state for a checkpoint, with each loader replaced by the state dicts of all ranks.
+        """Return the checkpoint state with each data loader replaced by its state dicts from all ranks.
 
         Collective if there is a loader: every rank must call it.
         """

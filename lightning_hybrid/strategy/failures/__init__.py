@@ -1,1 +1,1 @@
-"""Reports of errors that name the rank and the cause on every rank, and in the files of launchers."""
+"""Failure reports that name the failed rank and the cause, on every rank and in torchrun's error file."""

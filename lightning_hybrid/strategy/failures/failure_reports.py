@@ -91,7 +91,7 @@ class SigtermOnAnyRank:
         connector.received_sigterm = True
 
     def before_batch(self) -> None:
-        """Raise on a rank above zero that has received SIGTERM, if rank zero has not received one.
+        """Raise if this rank received SIGTERM before the previous batch but rank zero has not received it.
 
         Raises:
             SIGTERMException: The signal arrived before the last batch, and rank zero has not received one since.
@@ -104,7 +104,7 @@ class SigtermOnAnyRank:
 
 
 class FailureReports:
-    """Failure reports of a strategy, which announce errors of this rank and explain those of others.
+    """Failure reports of a strategy, which announce this rank's errors and explain errors of other ranks.
 
     Attributes:
         engine: The communication engine, which watches the ranks from its creation until it is closed.
@@ -134,7 +134,7 @@ class FailureReports:
     def begin(
         self, devices: Iterable[torch.device], *, has_several_communicators: bool = False
     ) -> None:
-        """Set environment variables for the process group, and record the error being handled, if any.
+        """Set environment variables of torch and NCCL, and record an exception that is already being handled.
 
         torch and NCCL read the variables when the group is created. Values that the user has set are kept.
 
@@ -191,7 +191,7 @@ class FailureReports:
 
     @property
     def ending_error(self) -> BaseException | None:
-        """Error that is ending this rank but not the other ranks, or None.
+        """Error that is ending the run on this rank only, or None.
 
         A SIGTERM does not count, because all ranks handle it together and may save a checkpoint.
         """
@@ -225,7 +225,7 @@ class FailureReports:
         )
 
     def is_alone(self) -> bool:
-        """Return whether an error has ended the run on this rank, and report it to the other ranks."""
+        """Return whether an error has ended the run on this rank, and report the error to the other ranks."""
         # Callbacks receive an error before the strategy does, and may save a checkpoint (`save_on_exception`).
         trainer = getattr(self.module, "_trainer", None)
         error = self.ending_error
@@ -236,7 +236,7 @@ class FailureReports:
         return True
 
     def report(self, exception: BaseException, *, rank: int, first_rank: int) -> None:
-        """Report an error of this rank to the other ranks, or name the rank that caused it.
+        """Report this rank's error to the other ranks, or name the rank at fault in the error message.
 
         Args:
             exception: The error, to which notes are added or whose message is changed.
@@ -260,7 +260,7 @@ class FailureReports:
     def _explain_or_abort(
         self, watchdog: CommEngine | SetupWatchdog, exception: BaseException, rank: int
     ) -> None:
-        """Explain an error that another rank caused, or report an error of this rank to the others."""
+        """Add the diagnosis to an error that another rank caused, or report this rank's error to all ranks."""
         wait = failed_wait(exception)
         if is_of_a_collective(exception):
             # A collective of DDP or Lightning failed, such as the broadcast of buffers. The error keeps its type.
@@ -304,7 +304,7 @@ class FailureReports:
 
 
 def _note_started_rank(exception: BaseException, first_rank: int) -> None:
-    """Add a note that names the failed rank to an error that Lightning's launcher raised for a child."""
+    """Name the failed rank in a note on an error that Lightning's launcher raised for a child process."""
     index = getattr(exception, "error_index", None)
     if index is not None:
         location = f"On rank {first_rank + index} (host {host_identity()[0]})"

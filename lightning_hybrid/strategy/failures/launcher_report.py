@@ -46,7 +46,7 @@ def remove_error_file() -> None:
 
 
 def last_words(exception: BaseException) -> str:
-    """Return the summary of a failure that is printed below the traceback.
+    """Return the failure summary that is printed below the traceback.
 
     It is the note that names the failed rank and the cause, or else a summary of the error.
     """

@@ -87,7 +87,7 @@ class SetupWatchdog:
         )
 
     def stalled_s(self) -> float:
-        """Return the seconds since the GPU last made progress, or 0 on a CPU."""
+        """Return how long the GPU has made no progress, in seconds, or 0 on a CPU."""
         if self._device_waits is None:
             return 0.0
         return self._device_waits.stalled_s()
@@ -102,7 +102,7 @@ class SetupWatchdog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context that marks its code as waiting for other ranks in the diagnosis of failures.
+        """Return a context in which failure diagnoses count this rank as waiting for other ranks.
 
         A rank that fails inside the section counts as one that waited for other ranks.
         """

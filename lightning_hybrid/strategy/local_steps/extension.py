@@ -208,7 +208,7 @@ class LocalStepsExtension(FitExtension):
             self._nodes.has_own_state = False
 
     def _average_moving_averages(self, fit: RunningFit) -> None:
-        """Average EMA or SWA weights, and frozen weights that user code has changed, over nodes.
+        """Average EMA and SWA weights over nodes, as well as frozen weights that user code has changed.
 
         Between two calls, each node's moving averages follow its own weights. Training steps do not need their mean.
 
@@ -254,7 +254,7 @@ class LocalStepsExtension(FitExtension):
             checkpoint[OUTER_MOMENTUM] = self._loaded_momentum
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Load the outer momentum of a checkpoint, which nodes use when they train independently.
+        """Load the outer momentum of a checkpoint, and average gradients over all ranks until the next batch.
 
         All nodes load the same state, so they train together until the next batch.
         """
@@ -285,7 +285,7 @@ class LocalStepsExtension(FitExtension):
         self._average_moving_averages(fit)
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Average all state over nodes before the hooks at the end of training run.
+        """Average all training state over nodes before the end-of-training hooks of callbacks are called.
 
         Collective: every rank must call it, in the same order.
         """

@@ -53,10 +53,7 @@ class NodeAverage:
         return self._engine.dtype_across_nodes is not None
 
     def begin_step(self, num_steps: int) -> None:
-        """Set the number of completed optimizer steps, which seeds the codec's random rounding.
-
-        The random rounding of the codec depends on it.
-        """
+        """Set the number of completed optimizer steps, which seeds the codec's random rounding."""
         self._num_coded = 0
         if self._engine.coder is not None:
             self._engine.coder.begin_step(num_steps)
@@ -170,7 +167,7 @@ class OuterStep:
 
     @torch.no_grad()
     def differences(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the last common weights minus this node's weights, w - w_n."""
+        """Return the difference w - w_n between the last common weights and this node's weights."""
         return list(torch._foreach_sub(self._common, list(weights)))
 
     @torch.no_grad()

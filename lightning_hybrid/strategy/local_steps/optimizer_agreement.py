@@ -115,7 +115,7 @@ class _OptimizerTensors:
         return self._parameters[entry.optimizer][entry.parameter]
 
     def compare(self, value: Any) -> tuple[bool, list[Any]]:
-        """Return whether all ranks have the same state tensors, and the values gathered from all ranks.
+        """Return whether all ranks have the same state tensors, together with `value` gathered from each rank.
 
         Collective: every rank of WORLD must call it, in the same order.
         """

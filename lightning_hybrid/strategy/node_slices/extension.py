@@ -97,7 +97,7 @@ class NodeSlicesExtension(FitExtension):
         rank_zero_info(f"slices: {names} over the {len(fit.topology.node)} ranks of each node")
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Let optimizers, the overflow check and gradient clipping account for slices on all ranks of a node.
+        """Extend optimizer steps, overflow checks and gradient clipping to the slices on all ranks of a node.
 
         From now on optimizer steps, the overflow check and clipping by norm are collective within the node.
         """
@@ -213,9 +213,10 @@ class NodeSlicesExtension(FitExtension):
 
 
 def _are_of_other_stages(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Return whether any parameter of these layers is on the meta device.
+    """Return whether these layers belong to another pipeline stage and have parameters on the meta device.
 
-    A rank of a pipeline has the layers of other stages on the meta device.
+    The result is True if at least one parameter is on the meta device. A rank of a pipeline has the layers of other
+    stages there.
     """
     for name in names:
         for parameter in module.get_submodule(name).parameters():

@@ -48,7 +48,7 @@ TOLERANCE_IN_EPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class _PairRecord:
-    """Record of one call of a layer pair or of a single sliced layer, in the pass with full layers.
+    """Record of one forward call of a layer pair, or of a single layer, computed with full layers.
 
     Attributes:
         features: Input of the pair's last layer. None: the layer is not in a pair.
@@ -393,19 +393,19 @@ class _Hooks:
             yield
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
-        """Handle the input of a pair's first layer."""
+        """Record that the forward pass enters a layer pair, before the pair's first layer runs."""
         self.step.pair_begins(names)
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
-        """Handle the input of a pair's last layer."""
+        """Record or compare the input of a pair's last layer."""
         raise NotImplementedError
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
-        """Handle the output of a pair's last layer, and return its replacement or None."""
+        """Record or replace the output of a pair's last layer, and return the replacement or None."""
         raise NotImplementedError
 
     def end_module(self, name: str, output: Any) -> None:
-        """Handle the output of a module that is not sliced."""
+        """Record or compare the output of a module that is not sliced."""
         raise NotImplementedError
 
 

@@ -32,7 +32,7 @@ def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator[tuple[str, ...]]:
-    """Yield the groups of layer names that one entry of `node_slices` or of a slicing plan stands for."""
+    """Yield the groups of layer names to which one entry of `node_slices` or of a slicing plan expands."""
     try:
         layers = [network.get_submodule(name) for name in names]
     except AttributeError as error:

@@ -57,7 +57,7 @@ class NodeRanks:
         return _exchange(copies.flatten(0, 1), self.group)
 
     def reduce_scatter(self, partial_sums: Tensor) -> Tensor:
-        """Sum partial results `[g b, ...]` over ranks and return those of this rank's samples, `[b, ...]`.
+        """Sum partial results `[g b, ...]` over ranks, and return the sums of this rank's samples, `[b, ...]`.
 
         It is computed in fp32 at least and rounded once.
         """

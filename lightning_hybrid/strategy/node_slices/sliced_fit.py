@@ -274,7 +274,7 @@ class SlicedFit:
         return value
 
     def agree_on_overflow(self, scaler: Any) -> None:
-        """Make Lightning's gradient scaler skip a step on either all ranks of the node or none."""
+        """Make Lightning's gradient scaler skip a step on all ranks of the node or on none of them."""
         unscale = scaler._unscale_grads_
 
         def unscale_on_node(*args: Any) -> Any:
@@ -287,7 +287,7 @@ class SlicedFit:
     # ---- validation and state --------------------------------------------------------------------------------------
 
     def use_whole_layers(self) -> None:
-        """Gather full weights, with which each rank computes by itself until `use_slices` is called.
+        """Gather full weights, so that each rank computes without slices until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order.
         """

@@ -135,7 +135,7 @@ class SlicedLayer:
 
     @torch.no_grad()
     def use_whole_tensors(self) -> None:
-        """Gather full tensors, with which each rank computes by itself until `use_slices` is called.
+        """Gather full tensors, so that the layer computes without slices until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order. Afterwards the layer's
         `forward` is not collective.
@@ -334,7 +334,7 @@ def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
 
 
 class Entrance:
-    """Input stage of a layer pair, which gathers the node's samples and seeds this rank's generator.
+    """Input stage of a layer pair, which gathers the node's samples and seeds the random number generator.
 
     Inside the pair each rank draws its own random numbers, because each rank has other features there. With one random
     state on all ranks, dropout would drop the same positions of each slice. After the pair the random state continues
@@ -394,7 +394,7 @@ class Entrance:
         return self.ranks.gather(tensor).repeat_interleave(num_copies, 0)
 
     def enter(self, device: torch.device) -> None:
-        """Seed this rank's random number generator for the code inside the pair."""
+        """Seed this rank's random number generator for the code between the pair's layers."""
         generator = torch.default_generator
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index]
@@ -411,7 +411,7 @@ class Entrance:
         return not torch.equal(self._generator.get_state(), self._seeded_state)
 
     def leave(self) -> None:
-        """Restore the random number generator's state from before the pair."""
+        """Restore the state that the random number generator had before the layer pair."""
         generator = self._generator
         outside_state = self._outside_state
         self._generator = None

@@ -122,7 +122,7 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _rows_in_slice(
     numbers: Tensor, weight_slice: Slice, ignored: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Convert token or class numbers to indices in this rank's slice, with a mask of those it holds.
+    """Return the indices of tokens or classes in this rank's slice, and a mask of those that it holds.
 
     A number that another rank holds gets the index 0 and is not in the mask.
 

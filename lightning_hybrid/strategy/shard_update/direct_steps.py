@@ -1,4 +1,4 @@
-"""Hooks for optimizer steps outside Lightning, on parameters without master weights."""
+"""Hooks for optimizer steps that bypass Lightning, for parameters without master weights."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Scope = Literal["node", "world"]
 
 
 def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | None:
-    """Return the extension that shards the update, or warn and return None if only one rank shares it.
+    """Return the extension that shards the update, or warn and return None if there is only one shard.
 
     Raises:
         ValueError: The precision or the nodes cannot be combined with `shard_update`.

@@ -38,7 +38,7 @@ Range = tuple[int, int]
 
 
 class Move(NamedTuple):
-    """Range of elements in a gradient bucket, with its position in the packed tensor.
+    """Range of elements in a gradient bucket, with its position in the tensor that is sent.
 
     The range goes from `begin` to `end` in the bucket and starts at `packed_begin` in the packed tensor.
     """
@@ -74,7 +74,7 @@ class Packing:
 def packing_of(
     owned: Sequence[Sequence[Range]], whole_ranges: list[Range], chunks: Sequence[int]
 ) -> Packing:
-    """Return the layout of a packed tensor whose chunks contain an equally long shard for each rank.
+    """Return the layout of a packed tensor in which every chunk has a shard of equal length for each rank.
 
     Args:
         owned: Elements of the bucket that each rank owns.
@@ -91,7 +91,7 @@ def packing_of(
 def _moves_of_rank(
     ranges: Sequence[Range], rank: int, num_ranks: int, chunks: Sequence[int]
 ) -> list[Move]:
-    """Return the moves that copy one rank's elements into its shard of each chunk, in order."""
+    """Return the ranges of one rank's elements, with their positions in the rank's shard of each chunk."""
     moves: list[Move] = []
     remaining = list(ranges)
     chunk_begin = 0
@@ -113,7 +113,7 @@ def _moves_of_rank(
 
 
 class GradientScatter:
-    """Communication hook that reduce-scatters gradient buckets while no user code reads gradients.
+    """Communication hook that reduce-scatters gradient buckets if no user code reads the gradients.
 
     Buckets that it does not handle are all-reduced as usual.
 
@@ -149,7 +149,7 @@ class GradientScatter:
         self.is_on = self._is_possible and is_unobserved
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        """Start the reduce-scatter of a bucket and return its future, or None if it must be all-reduced."""
+        """Start the reduce-scatter of a bucket and return its future, or return None to request an all-reduce."""
         if not self.is_on or bucket.is_last():
             return None
         packing = self._packing_of(bucket)
@@ -174,7 +174,7 @@ class GradientScatter:
     def _scatter(
         self, bucket: dist.GradBucket, packing: Packing, before: float, after: float
     ) -> Future[Tensor]:
-        """Pack the elements that belong to single ranks, and start their reduce-scatter."""
+        """Pack the gradients of sharded parameters, and start their reduce-scatter."""
         buffer = bucket.buffer()
         # The packed tensor is not kept between steps, to save memory.
         packed = buffer.new_zeros(packing.numel)
@@ -193,7 +193,7 @@ class GradientScatter:
     def _average_whole_ranges(
         self, bucket: dist.GradBucket, packing: Packing, before: float, after: float
     ) -> Future[Tensor]:
-        """Start the all-reduce of the elements whose average all ranks need."""
+        """Start the all-reduce of the gradients that every rank needs."""
         buffer = bucket.buffer()
         ranges = packing.whole_ranges
         flat = torch.cat([buffer[begin:end] for begin, end in ranges])

@@ -77,7 +77,7 @@ class LateGather(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _pending_among(self, arguments: Iterable[Any]) -> list[int]:
-        """Return the `id`s of arguments that are weights whose all-gather is not complete.
+        """Return the `id`s of weights among the arguments whose all-gather is not complete.
 
         Lists and tuples among the arguments are searched as well.
         """

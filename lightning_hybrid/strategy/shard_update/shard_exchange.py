@@ -146,7 +146,7 @@ class ShardExchange:
         tensors: Sequence[Tensor],
         late: LateGather | None = None,
     ) -> None:
-        """All-gather the ranks' shards of tensors, so that every rank holds the full tensors, in place.
+        """All-gather tensor shards in place, so that every rank holds the full tensors.
 
         Args:
             shards: Shards of the parameters.

@@ -101,7 +101,7 @@ class ParameterShard:
         torch._C._swap_tensor_impl(self.parameter, self._hidden)
 
     def _follow_memory(self) -> None:
-        """Use the parameter's new memory if user code has replaced it by `p.data = ...`.
+        """Switch to the parameter's new memory if user code has assigned `p.data`.
 
         Raises:
             RuntimeError: The new memory has another dtype, shape or layout.
@@ -183,7 +183,7 @@ class MasterShard(ParameterShard):
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Copy elements that user code has written from the half-precision copy to the master weights.
+        """Update the master weights with values that user code has written into the half-precision copy.
 
             master <- where(half == half_dtype(master), master, half)
 
@@ -242,7 +242,7 @@ class WeightShard(ParameterShard):
         super().__init__(name, parameter, part, spans, rank)
 
     def take_writes_(self) -> None:
-        """Use the parameter's new memory if user code has replaced it.
+        """Switch to the parameter's new memory if user code has assigned `p.data`.
 
         The shard shares the parameter's memory, so other writes need no copy.
         """

@@ -1,4 +1,4 @@
-"""State of `shard_update` for one training run, from sharding at its start to full tensors at its end."""
+"""State of a sharded optimizer update during one training run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ShardedFit:
 
     @property
     def is_half(self) -> bool:
-        """True if the precision plugin updates the shards of fp32 master weights."""
+        """True if training is in half precision with fp32 master weights."""
         return self._window is not None
 
     # ---- cutting ---------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class ShardedFit:
     # ---- whole values ----------------------------------------------------------------------------------------------
 
     def collect_masters(self) -> None:
-        """Gather the full master weights on rank zero, until `drop_masters` is called.
+        """Gather the full master weights on rank zero, which keeps them until `drop_masters` is called.
 
         Collective: every rank must call it, in the same order.
         """

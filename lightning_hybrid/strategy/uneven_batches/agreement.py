@@ -65,7 +65,7 @@ class _Announcements:
 
     @property
     def are_all_over(self) -> bool:
-        """True if the loaders of all ranks have ended."""
+        """True if the loaders of all ranks are exhausted."""
         return bool(self.has_ended.all())
 
     @property
@@ -126,7 +126,7 @@ class BatchAgreement:
         self._has_logged_end = False
 
     def begin_epoch(self) -> None:
-        """Discard agreed batches that have not been trained, when an epoch begins.
+        """Discard the agreed sizes of batches that were not trained before the new epoch.
 
         It is called when a new pass over the loaders begins.
         """
@@ -146,7 +146,7 @@ class BatchAgreement:
         return int(lengths.max())
 
     def next_batch(self, batch: Any, *, has_ended: bool) -> Any:
-        """Return the batch for this rank's next training step, or `END` once all ranks' loaders have ended.
+        """Return the batch for this rank's next training step, or `END` once all ranks' loaders are exhausted.
 
         A rank without a batch gets an earlier one to repeat. Returns None if no rank has a batch for this step.
 

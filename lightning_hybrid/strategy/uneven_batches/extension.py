@@ -259,7 +259,7 @@ def _leaves(fit: RunningFit) -> Iterable[Tensor]:
 
 
 def _in_run(fit: FitContext) -> dict[str, str]:
-    """Return features of the module and its training step that conflict with `uneven_batches`."""
+    """Return the properties of the module and training step that `uneven_batches` does not support."""
     features = in_module(fit.module)
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
         features["node slices"] = "`node_slices`"
@@ -272,7 +272,7 @@ def _in_run(fit: FitContext) -> dict[str, str]:
 
 
 def _in_loaders(trainer: Any) -> dict[str, str]:
-    """Return features of the training loaders that conflict with `uneven_batches`."""
+    """Return the properties of the training loaders that `uneven_batches` does not support."""
     num_loaders = len(trainer.fit_loop._combined_loader.flattened)
     if num_loaders > 1:
         return {"several loaders": f"{num_loaders} training loaders"}

@@ -1,4 +1,4 @@
-"""Training loader whose epoch ends on all ranks at once, when the loaders of all ranks have ended."""
+"""Training loader whose epoch ends on all ranks together, once the loaders of all ranks are exhausted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_hybrid.strategy.uneven_batches.agreement import END, BatchAgreeme
 
 
 class JoinedLoader(LoaderInPlace):
-    """Loader that yields a batch in every step until the loaders of all ranks have ended.
+    """Loader that yields a batch in every step until the loaders of all ranks are exhausted.
 
     Only the training loop's own iterator is joined with other ranks. Any other reader gets a plain pass over this
     rank's batches.
@@ -101,7 +101,7 @@ class _JoinedBatches(OuterIterator):
         return batch
 
     def _own_batch(self) -> Any:
-        """Return the next batch of this rank's loader, or None if the loader has ended."""
+        """Return the next batch of this rank's loader, or None if the loader is exhausted."""
         assert self.inner is not None
         # Like Lightning, do not ask a loader with a length for more batches. At its end the sampler would draw random
         # numbers once more. A resumed run does not reach that end, so its next epoch would have another order.

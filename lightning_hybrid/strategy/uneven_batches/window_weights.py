@@ -35,7 +35,7 @@ class WindowWeights:
         self._unit_denominator = 1
 
     def begin(self, batch: AgreedBatch, *, accumulation: int, limits_factors: bool) -> None:
-        """Start the weights of a new optimizer step with its first batch.
+        """Begin a new optimizer step with the sample counts of its first batch.
 
         Args:
             batch: Numbers of samples of the batch.
@@ -55,7 +55,7 @@ class WindowWeights:
             self._unit_denominator = 1
 
     def add(self, batch: AgreedBatch) -> None:
-        """Add a further batch of the same optimizer step."""
+        """Add the sample counts of a further batch of the same optimizer step."""
         self._num_own = batch.num_own
         self._num_total += batch.num_total
 
