@@ -98,17 +98,17 @@ class StopOnSignal(Callback):
         self._logger_step: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the logging step if the run is being stopped, otherwise an empty dictionary."""
+        """Return the loggers' step counter if the run is being stopped, otherwise an empty dictionary."""
         if self._agreed_request or self._request:
             return {"steps_of_loggers": self._logger_step}
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the logging step, which `on_train_batch_start` then sets in the trainer."""
+        """Restore the loggers' step counter, which `on_train_batch_start` then sets in the trainer."""
         self._logger_step = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Discard stop requests of an earlier fit."""
+        """Discard stop requests of an earlier `fit` call."""
         self._request = NO
         self._agreed_request = NO
         self._interrupted_s = None
@@ -154,7 +154,7 @@ class StopOnSignal(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Set the logging step of the resumed checkpoint in the trainer.
+        """Set the trainer's step counter for loggers to the value from the checkpoint.
 
         Lightning adds one to it when it resumes at the start of an epoch.
         """

@@ -77,7 +77,7 @@ class TimeToAccuracy(Callback):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since training began, including validation and earlier fits."""
+        """Training time so far in seconds, including validation and earlier `fit` calls."""
         current_fit_s = 0.0
         if self._fit_began_s is not None:
             current_fit_s = perf_counter() - self._fit_began_s
@@ -94,7 +94,7 @@ class TimeToAccuracy(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Stop the clock, so that the time until the next fit of this trainer is not counted."""
+        """Stop the clock, so that the time until the next `fit` call is not counted."""
         self._stop_clock()
 
     def _stop_clock(self) -> None:

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class TreeSum(Generic[Value]):
-    """Running sum over a binary tree, with at most one partial sum per level in memory.
+    """Running sum in the order of a binary tree, with at most one partial sum per level in memory.
 
     The sum of 2^k terms is `((x0 + x1) + (x2 + x3)) + ...`. It has the same bits whether one rank
     adds all terms, or several ranks each add 2^j consecutive terms and then add their partial sums.
@@ -55,12 +55,12 @@ class TreeSum(Generic[Value]):
 
 
 def tree_sums(count: int) -> list[TreeSum[Tensor]]:
-    """Create `count` empty sums, which add tensors in the fixed order of a tree."""
+    """Create `count` empty `TreeSum` objects that add tensors."""
     return [TreeSum[Tensor](torch.add) for _ in range(count)]
 
 
 def tree_sum(terms: Iterable[Tensor]) -> Tensor:
-    """Sum tensors in the order of a binary tree."""
+    """Sum tensors pairwise, in the order of a binary tree."""
     tree = TreeSum[Tensor](torch.add)
     for term in terms:
         tree.push(term)

@@ -267,7 +267,7 @@ class SecondPass(torch.autograd.Function):
     def forward(
         ctx: Any, passes: TwoPasses, embeddings: tuple[Tensor, ...], *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the embeddings as functions of the trained parameters."""
+        """Return the first pass's embeddings as outputs that depend on the trained parameters."""
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         constants = []

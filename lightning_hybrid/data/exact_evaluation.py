@@ -87,9 +87,9 @@ class EvaluationShare:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches of a rank without a repeated sample.
+        """Number of batches of a rank whose data contains no repeated sample.
 
-        A rank with a repeated sample has the same number, or one less.
+        A rank with a repeated sample has the same number of batches, or one fewer.
         """
         return -(-self.num_samples_before_last // self.batch_size) + 1
 
@@ -275,7 +275,7 @@ class ExactEvaluationLoader:
             setattr(self._batches, name, value)
 
     def forget_recorded_form(self) -> None:
-        """Remove the unpadded last batch from the indices that Lightning records in prediction."""
+        """Delete the unpadded last batch from the batch indices that Lightning records during prediction."""
         recorded = getattr(self.batch_sampler, "seen_batch_indices", None)
         if recorded:
             del recorded[self._share.num_batches - 1]

@@ -330,7 +330,7 @@ class ExactResume:
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
 
     def _keep_order_of(self, state: Mapping[str, Any]) -> None:
-        """Copy the saved order of a finished epoch, for checkpoints written before the next epoch."""
+        """Restore the saved order of a finished epoch, for checkpoints written before the next epoch."""
         self.current.checksum = state["own"]["checksum"]
         self.current.own_streams = state["own"].get("streams", [])
         self.current.sampler_epochs = state["sampler_epochs"]
@@ -481,7 +481,7 @@ class ExactResume:
             )
 
     def _possible_seed(self) -> str:
-        """Return a sentence about the seeds of the two runs, if they may explain the different orders."""
+        """Return a sentence that names different seeds as a possible cause, or an empty string."""
         saved_seed = self._seed_of_checkpoint
         # A larger seed is chosen by torch, in a run without `seed_everything`.
         if saved_seed == self._seed_of_script or saved_seed >= 2**32:
@@ -495,7 +495,7 @@ class ExactResume:
         )
 
     def _refuse_other_seed(self, state: Mapping[str, Any]) -> None:
-        """Raise an error if the user's `DistributedSampler` has a different seed than when it was saved."""
+        """Raise an error if the user's `DistributedSampler` has another seed than in the interrupted run."""
         other_seed = self.traits.other_seed(state["sampler_seeds"])
         if other_seed is not None:
             saved_seed, seed = other_seed

@@ -72,7 +72,7 @@ class SamplerTraits:
 
     @property
     def dealt(self) -> tuple[Any, ...] | None:
-        """Settings of a data order that does not depend on the number of ranks, or None for other orders.
+        """Settings of the data order if it does not depend on the number of ranks, otherwise None.
 
         They are the number of images, the seed and the options of the `DistributedSampler`.
         """

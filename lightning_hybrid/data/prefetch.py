@@ -100,9 +100,9 @@ class DevicePrefetcher(LoaderInPlace):
         self._wait_s = 0.0
 
     def take_wait_s(self) -> float:
-        """Return the seconds for which the host has waited for the loader since the last call.
+        """Return how long the host has waited for the loader since the last call, in seconds.
 
-        They are near 0 if the loader is fast enough.
+        The time is near 0 if the loader is fast enough.
         """
         wait_s = self._wait_s
         self._wait_s = 0.0
@@ -250,7 +250,7 @@ def prefetch(
     compute_dtype: torch.dtype | None = None,
     is_training: Callable[[Iterator[Any]], bool] | None = None,
 ) -> DevicePrefetcher:
-    """Wrap a loader in a `DevicePrefetcher`, unless it is one already."""
+    """Wrap a loader in a `DevicePrefetcher`, unless it is already wrapped."""
     if isinstance(loader, DevicePrefetcher):
         return loader
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -259,7 +259,7 @@ def prefetch(
 
 
 def unwrapped(loader: Any) -> Any:
-    """Return the user's original loader if an earlier fit has wrapped it, otherwise the loader itself.
+    """Return the user's loader without the wrapper of an earlier `fit` call, if there is one.
 
     The wrapper belongs to the trainer of the earlier fit, so it cannot be used again.
     """

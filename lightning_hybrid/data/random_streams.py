@@ -85,7 +85,7 @@ class SeededStreams:
                     np.random.set_state(numpy_state)
 
     def _state_with_half(self, bit_generator: Any) -> Any:
-        """Return NumPy's random state if it holds the second number of a normal pair, else None.
+        """Return NumPy's random state if it caches the second of two normal samples, otherwise None.
 
         That number would be lost if only the bit generator was replaced. Reading the state takes most of a context's
         time, so it is not read again if nothing was drawn since the last time.

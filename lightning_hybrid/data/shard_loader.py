@@ -185,7 +185,7 @@ class _Source:
 
 
 class _SourceOfData(_Source):
-    """Source of shard loaders for a loader of `lightning_hybrid.data`, which stores the position."""
+    """Source of shard loaders for a loader of `lightning_hybrid.data`, which stores its own position."""
 
     def __init__(self, loader: ResumableLoader, reader: Any) -> None:
         loader.order = replace(
@@ -274,7 +274,7 @@ class _SourceOfUser(_Source):
 
 @dataclass
 class _ReaderOfShard:
-    """Reader that `exact` needs for the loader of one data shard."""
+    """Implementation of `Reader` for the loader of one data shard."""
 
     rank: int
     world_size: int

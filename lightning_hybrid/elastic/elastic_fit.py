@@ -42,7 +42,7 @@ class _StepReceived(Exception):  # noqa: N818  no error
 
 
 class _HostsStop(Exception):  # noqa: N818  no error
-    """Control-flow exception raised when all hosts end training before this step, as one of them stops."""
+    """Control-flow exception that ends training before this step, because a host has stopped early."""
 
 
 class ElasticFit:
@@ -140,7 +140,7 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """True while newly created data loaders are training loaders, which is until hosts connect.
+        """True until hosts connect, while newly created data loaders are training loaders.
 
         Loaders that are created later belong to callbacks.
         """
@@ -279,7 +279,7 @@ class ElasticFit:
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return a text with the settings of the run, which must be equal on all hosts.
+        """Return the settings of the run, which must be equal on all hosts, as text.
 
         A host with another token is refused before it can interrupt the collectives of the other hosts.
         """

@@ -83,7 +83,7 @@ CURES_OF_ELASTIC = {
 
 
 def features_of_run(module: Any, *, has_exact_resume: bool) -> dict[str, str]:
-    """Return the features of a run that elastic training may not support.
+    """Find the features used by a run that elastic training might not support.
 
     Keys are names as in `CURES_OF_ELASTIC`. Values are texts for error messages.
     """

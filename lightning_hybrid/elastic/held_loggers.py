@@ -52,7 +52,7 @@ class HeldLoggers:
         self._is_closed = True
 
     def let_lightning_open(self) -> None:
-        """Restore the rank used by `rank_zero_only`, which was raised to keep the loggers closed.
+        """Restore the rank of `rank_zero_only`, which was changed so that Lightning opens no loggers.
 
         The strategy calls this at Lightning's first barrier, which comes after the code that opens loggers.
         """

@@ -178,7 +178,7 @@ class Views:
         ) from self.cause
 
     def _begin_view_change(self) -> None:
-        """Clear the state of the previous membership view, and let the next one be interrupted."""
+        """Reset the previous membership view's state, and allow interruption of collectives in the next one."""
         with self._lock:
             self._left = -1
             if self.groups:
@@ -477,7 +477,7 @@ class Views:
             connector._loaded_checkpoint = {}
 
     def _load_result_of_step(self, checkpoint: dict[str, Any], connector: Any) -> None:
-        """Load weights, loss scales and optimizer state that another host has after the current step.
+        """Load weights, loss scales and optimizer state from a host that has completed the current step.
 
         This rank keeps its position in the data, its learning rates and its loops.
         """

@@ -70,7 +70,7 @@ class EpochLogs:
         ] = []  # values at the end of an epoch, kept until the next epoch's first step is complete
 
     def step(self) -> StepLogs:
-        """Create the snapshot of logged values with which a new step begins."""
+        """Create a snapshot of the logged values at the beginning of a step."""
         epoch, unseen = self._unseen
         return StepLogs(
             self._trainer._results,
@@ -91,7 +91,7 @@ class EpochLogs:
                 )
 
     def commit(self) -> None:
-        """Keep a copy of the logged values if the step was the last of its epoch, and no copy otherwise.
+        """Copy the logged values if the step was the last of its epoch, otherwise delete any earlier copy.
 
         The copy is needed because Lightning resets the values at the end of the epoch, when another host may still be
         behind.
@@ -123,7 +123,7 @@ class EpochLogs:
         return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
     def take(self, several: Sequence[dict[str, Any]]) -> None:
-        """Replace this host's logged values by those received from another host.
+        """Replace this host's logged values with those received from another host.
 
         Args:
             several: Result of `collected` on the other host. The values of this rank's current epoch are used.

@@ -217,7 +217,10 @@ class HybridElastic(HybridAllReduce):
         return super().reduce(tensor, *args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Synchronize the ranks of this host, and connect to the other hosts right before training."""
+        """Synchronize the ranks of this host.
+
+        The last barrier before the training loop also connects this host to the other hosts.
+        """
         if self._held_loggers is not None:
             self._held_loggers.let_lightning_open()
         super().barrier(name)

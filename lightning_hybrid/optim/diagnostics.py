@@ -84,7 +84,7 @@ def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor
 
 
 def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, list[Tensor]]:
-    """Compute the norms of the full tensors for all parameters that are shards.
+    """Compute the norms of the full tensors for all sharded parameters.
 
     Collective: every rank that holds shards must call it, in the same order.
     """

@@ -105,7 +105,7 @@ class ShardSums:
                 self._groups[local] = _sharding_groups(param)
 
     def add_up_(self, locals_: Sequence[Tensor], table: Tensor) -> None:
-        """All-reduce the columns of `table` over the ranks that hold the other shards of each tensor.
+        """All-reduce each tensor's column of `table` over the ranks that hold shards of the tensor.
 
         Each local tensor has one column. There is one all-reduce for each process group that shards
         one of the tensors. Columns of replicated tensors are not changed.
@@ -158,7 +158,7 @@ class ShardSums:
     def _columns_of(
         self, locals_: Sequence[Tensor], device: torch.device
     ) -> list[tuple[_Group, Tensor | None]]:
-        """Return each process group with the columns that it all-reduces, or None for all columns."""
+        """Return each process group with the indices of its columns to all-reduce, or None for all."""
         key = (tuple(map(id, locals_)), device)
         if key not in self._columns:
             self._columns[key] = self._sort_columns(locals_, device)
@@ -232,10 +232,10 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
 
 
 def _new_view(optimizer: Any) -> Any:
-    """Create an instance of an optimizer's class without calling its constructor, for the full tensors of DTensors.
+    """Create an empty instance of the optimizer's class that updates the local shards of DTensors.
 
-    The view is kept between steps, because the fused step holds addresses. It is never saved, because
-    torch saves only groups and state.
+    The constructor is not called. This view is kept between steps, because the fused step holds addresses. It is never
+    saved, because torch saves only groups and state.
     """
     view = object.__new__(type(optimizer))
     view.__dict__.update(
@@ -250,7 +250,7 @@ def _new_view(optimizer: Any) -> Any:
 
 
 def _refresh(optimizer: Any, view: Any) -> None:
-    """Update the groups, parameters and state of the view from the optimizer.
+    """Update the view's parameter groups, local tensors and state from the optimizer.
 
     Unchanged local tensors stay the same objects.
     """
@@ -289,7 +289,7 @@ def _refresh(optimizer: Any, view: Any) -> None:
 
 
 def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
-    """Return the local tensor of a parameter, and reuse `local` if its memory is unchanged."""
+    """Return a parameter's local tensor, which is `local` itself if its memory is unchanged."""
     if not is_dtensor(param):
         return param
     shard = local_shard(param)

@@ -14,7 +14,7 @@ from lightning_hybrid.optim.foreach_ops import as_dtype, copied
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling:
-    """Scaling factor for the gradients of one step, with a flag that skips the step.
+    """Scaling factor for the gradients of one step, with a flag that makes the optimizer skip the step.
 
     All tensors are 0-dim, as `torch.amp.GradScaler` passes them.
 
@@ -54,7 +54,7 @@ class GradScaling:
         return tensors
 
     def scratch(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return tensors in which the new values of `tensors` can be computed.
+        """Return tensors in which a step can compute the new values of `tensors`.
 
         They are copies if `dtype` is a different dtype or if the step may be skipped, else the tensors themselves.
         """
@@ -134,7 +134,7 @@ def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, 
 
 
 def is_together(group: dict[str, Any], param: Tensor) -> bool:
-    """Return whether a step updates a parameter in one list together with other parameters."""
+    """Return whether a step updates a parameter together with others in multi-tensor operations."""
     # On the CPU one tensor at a time is faster, because its temporaries stay in the cache. On an
     # accelerator fewer launches are faster.
     if group["foreach"] is None:

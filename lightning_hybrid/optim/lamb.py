@@ -211,7 +211,7 @@ class LAMB(LayerwiseOptimizer):
     def _vectors_of_grad(
         self, group: dict[str, Any], _: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Return the gradient of a parameter shard as a vector if `max_grad_norm` is set."""
+        """Return a list with the gradient shard if `max_grad_norm` is set, otherwise an empty list."""
         if group["max_grad_norm"] is None:
             return []
         return [ShardedVector(part=part, pieces=[grad])]

@@ -83,7 +83,7 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _moments(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors to orthogonalise, and the new momentum buffers or None without momentum.
+        """Return the tensors to orthogonalise, and the new momentum buffers (None without momentum).
 
         No state is changed.
         """
@@ -122,7 +122,10 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _sized_steps(
         self, group: dict[str, Any], params: list[Tensor], moments: list[Tensor]
     ) -> list[Tensor]:
-        """Return the update directions, scaled to their size at a learning rate of 1."""
+        """Return the update directions, scaled by the trust ratio or by Muon's factor.
+
+        The learning rate is not applied yet.
+        """
         directions = []
         for param, moment in zip(params, moments, strict=True):
             # Tensors that are not matrices are updated along their momentum.
@@ -167,9 +170,9 @@ def refuse_part(part: Part) -> NoReturn:
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Return whether orthogonalisation changes the direction of `tensor`.
+    """Return whether a tensor, flattened to a matrix, has more than one row and more than one column.
 
-    It does if the tensor has at least two dimensions, more than one row and more than one column.
+    Only the direction of such a tensor is changed by orthogonalisation. The first dimension counts the rows.
 
     >>> [is_matrix(torch.zeros(shape)) for shape in [(2, 3), (8, 3, 5, 5), (4,), (1, 4), (4, 1, 1, 1), (0, 3)]]
     [True, True, False, False, False, False]
@@ -189,7 +192,7 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def num_flops(shape: Sequence[int]) -> int:
-    """Return the number of floating-point operations that orthogonalise a tensor of this shape.
+    """Return the number of floating-point operations needed to orthogonalise a tensor of this shape.
 
         5 * (4 * rows^2 * columns + 2 * rows^3)         for the matrix or its transpose, with rows <= columns
 

@@ -22,7 +22,7 @@ NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResp
 
 @dataclass(frozen=True, kw_only=True)
 class ParamChoice:
-    """Decision whether a parameter is adapted by layer scaling or excluded from it.
+    """Decision on whether a parameter is adapted by layer scaling or excluded from it.
 
     Attributes:
         name: Full name of the parameter.
@@ -185,7 +185,7 @@ def _group_of(
 def _exclusion_reasons(
     model: nn.Module, exclusions: tuple[Exclusion, ...], rules: Collection[Rule]
 ) -> dict[nn.Parameter, tuple[str, str]]:
-    """Return the first name of each parameter, and the reason for its exclusion or an empty string."""
+    """Return the name of each parameter, with the reason for its exclusion or an empty string."""
     names: dict[nn.Parameter, str] = {}
     reasons: dict[nn.Parameter, str] = {}
     matched: set[int] = set()

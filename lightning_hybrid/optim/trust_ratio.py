@@ -104,7 +104,7 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
 
 
 def norm_in_rows(tensor: Tensor) -> Tensor:
-    """Compute the Euclidean norm of a 1-D tensor row by row, as a 0-dim float64 tensor.
+    """Compute the Euclidean norm of a 1-D tensor from the norms of its slices, as a 0-dim float64 tensor.
 
     The relative error is below 1e-6 at any size. The function makes one pass over memory for any dtype.
 
@@ -123,7 +123,7 @@ def norm_in_rows(tensor: Tensor) -> Tensor:
 
 
 def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
-    """Return the number of elements of a tensor that `tensor_norms` sums in rows of float32.
+    """Return the number of elements of a tensor that `tensor_norms` sums slice by slice in float32.
 
     These are all elements of a large tensor, and no elements of a small tensor or a float64 tensor.
 

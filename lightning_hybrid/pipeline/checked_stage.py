@@ -194,7 +194,7 @@ class CheckedStage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
-        """Run the stage's forward, and store outputs without a gradient for separate messages."""
+        """Run the stage's forward, and set outputs without gradient aside to be sent separately."""
         if not self.is_first:
             with_gradient = iter(args)
             without_gradient = iter(self._received.pop(self._microbatch))

@@ -76,7 +76,7 @@ class CutModel:
         return zip(blocks, self._owners, strict=True)
 
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Return the weight averages of the module that callbacks hold, each with its blocks."""
+        """Return the averaged models that callbacks hold, each with a list of its blocks."""
         averages = []
         for model in average_models(self._module.trainer.callbacks):
             averages.append((model.module, blocks_of(model.module, self._of)))

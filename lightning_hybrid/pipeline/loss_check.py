@@ -131,7 +131,7 @@ def in_stages(
     places: Sequence[int],
     random_state_of: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Use each stage's own random numbers while the whole network runs within the context.
+    """Run the whole network within the context with the same random numbers as its pipeline stages.
 
     A user's `forward` may call the layers of a block instead of the block itself. Therefore a stage
     also begins at the first call of a layer that only this stage contains.

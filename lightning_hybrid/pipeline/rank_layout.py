@@ -202,7 +202,7 @@ class TiedWeights:
 
 
 def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return a set of the ranks at `positions` for each pipeline, and a set for each other rank."""
+    """Return, for each pipeline, a tuple of its ranks at `positions` and a 1-tuple of each other rank."""
     rank_sets = []
     for peers in ranks.pipelines:
         rank_sets.append(tuple(peers[position] for position in positions))

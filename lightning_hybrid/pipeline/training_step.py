@@ -40,7 +40,7 @@ They are few because on CUDA each comparison waits for the batch.
 
 
 class _FirstLoss(NamedTuple):
-    """Loss of the first micro-batch as known on one rank, from the whole network and from the stages."""
+    """Loss of the first micro-batch, computed with the whole network and with the pipeline stages."""
 
     whole: float | str  # with the whole network, or a reason if unknown, valid on the first rank
     in_stages: float  # known on the last rank
@@ -331,7 +331,7 @@ class TrainingStep:
     # ---- logging -------------------------------------------------------------------------------
 
     def compare_logged(self, results: Mapping[str, Any]) -> None:
-        """Warn if values that hooks logged by the first step differ between the stages of a pipeline.
+        """Warn if logged values differ between the stages of a pipeline after the first step.
 
         Collective: every rank of the pipeline must call it. Later calls do nothing.
         """

@@ -46,7 +46,7 @@ class ClosureStep:
         self.was_skipped = False
 
     def run(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Run the step, and return the optimizer's result, or the closure's result after a skipped step."""
+        """Run the step, and return the optimizer's result, or the closure's result if the step is skipped."""
         self._window.cast()  # Later writes are detected by comparing with these copies.
         try:
             return optimizer.step(closure=self._closure, **kwargs)

@@ -31,20 +31,20 @@ class WriteSearch:
 
     @property
     def is_on(self) -> bool:
-        """True if writes are detected when the half-precision window closes the next time."""
+        """True if user writes are detected when the parameters are next switched back to fp32."""
         is_due = self._num_closings < NUM_FIRST_CLOSINGS or self._num_closings % EVERY_CLOSINGS == 0
         return is_due and self._on_host is None
 
     def compare(
         self, names: Sequence[str], expected: Sequence[Tensor], bits: Sequence[Tensor]
     ) -> None:
-        """Count the elements in which the bits of each copy differ from the expected bits."""
+        """Count the elements of each copy whose bits differ from the expected bits."""
         for name, expected_bits, copy_bits in zip(names, expected, bits, strict=True):
             self._names.append(name)
             self._counts.append(torch.count_nonzero(expected_bits != copy_bits))
 
     def end_closing(self) -> None:
-        """Start to copy the counts of this closing to the host, if there are any."""
+        """Start an asynchronous copy of the collected counts to the host, if there are any."""
         self._num_closings += 1
         if self._counts:
             device = self._counts[0].device  # a module may be on several

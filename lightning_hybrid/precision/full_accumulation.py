@@ -26,6 +26,6 @@ class FullAccumulation:
                 self._disabled.append(flag)
 
     def end(self) -> None:
-        """Enable the flags again that `begin` has disabled."""
+        """Restore the flags that `begin` has disabled."""
         while self._disabled:
             setattr(torch.backends.cuda.matmul, self._disabled.pop(), True)

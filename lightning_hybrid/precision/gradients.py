@@ -101,7 +101,7 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Prepare the gradients of all parameters for a half-precision backward.
+        """Save the existing fp32 gradients, or convert them to half precision, before a backward.
 
         If this backward averages gradients over ranks, a local sum of earlier batches is scaled, rounded and put into
         `p.grad`, so that it is averaged as well. All other gradients are saved, and `p.grad` is None. The window must
@@ -135,7 +135,7 @@ class BackwardGradients:
     def _return_sums(
         self, parameters: list[nn.Parameter], sums: list[Tensor], scale: Tensor | None
     ) -> None:
-        """Set `p.grad` to this rank's gradient sums, scaled and rounded to half precision.
+        """Set `p.grad` to this rank's accumulated gradients, scaled and rounded to half precision.
 
         Autograd adds the new gradients to them before DDP averages.
         """
@@ -229,7 +229,7 @@ class BackwardGradients:
                 pair.fp32.grad = None
 
     def _blocks(self, group: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield lists of the parameters with gradients.
+        """Yield the parameters that have gradients, in one list or in several smaller lists.
 
         They are split into blocks to limit memory if converted gradients are added to earlier sums and then freed.
         """
@@ -333,7 +333,7 @@ class BackwardGradients:
 
     @contextmanager
     def given_scaled(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Set `p.grad` to the scaled gradients within the block, for an optimizer that unscales them.
+        """Set `p.grad` to the scaled gradients within the context, for an optimizer that unscales them.
 
         Afterwards `p.grad` is None.
         """
@@ -358,7 +358,7 @@ class BackwardGradients:
 
     @contextmanager
     def hidden(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Set all gradients to None within the block, and restore them afterwards.
+        """Set all gradients to None within the context, and restore them afterwards.
 
         DDP would otherwise round them when it rebuilds its buckets.
         """

@@ -44,7 +44,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
-    """Switch of a module's parameters between fp32 values and half-precision copies.
+    """Manager that switches a module's parameters between fp32 values and half-precision copies.
 
     While the window is open, the parameters are in half precision. While it is closed, they are in fp32.
 
@@ -89,7 +89,7 @@ class HalfPrecisionWindow:
         self.add(module)
 
     def add(self, module: nn.Module) -> None:
-        """Create half-precision copies of a module's parameters, and select its modules for hooks."""
+        """Create half-precision copies of a module's parameters, and prepare hooks for its submodules."""
         modules = list(_modules_outside_metrics(module))
         kept: set[int] = set()
         for child in modules:
@@ -218,7 +218,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the half-precision window within the block, and close it afterwards unless it was open before."""
+        """Use half-precision parameters within the context, and restore the earlier precision afterwards."""
         was_open = self.is_open
         self.open()
         try:
@@ -229,7 +229,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Close the half-precision window within the block, and reopen it afterwards if it was open."""
+        """Use fp32 parameters within the context, and restore the earlier precision afterwards."""
         was_open = self.is_open
         self.close()
         try:

@@ -47,7 +47,7 @@ class MicrobatchMixin(_Base):
     def connect_stages(
         self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False
     ) -> None:
-        """Register a function that combines the overflow flags of all stages, or remove all of them.
+        """Register a function that combines overflow flags over stages, or unregister all such functions.
 
         Args:
             agree: Function that takes a 0-dim fp32 tensor and returns its maximum over all stages, or over all slices
@@ -96,7 +96,7 @@ class MicrobatchMixin(_Base):
         self.gradients.finish(self._groups_of(reached), self._scale, lambda _: is_last)
 
     def _groups_of(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Group parameters by optimizer, with a last group of parameters without an optimizer."""
+        """Group parameters by optimizer, and append a group of those without an optimizer."""
         reached = {id(parameter): parameter for parameter in parameters}
         groups = []
         for group in self.optimizer_steps.parameters_by_optimizer(parameters):

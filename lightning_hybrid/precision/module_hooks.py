@@ -19,7 +19,7 @@ from lightning_hybrid.precision.parameter_pair import ParameterPair
 
 
 class Window(Protocol):
-    """Interface of a half-precision window, as far as the module hooks need it."""
+    """Protocol with those members of `HalfPrecisionWindow` that the module hooks use."""
 
     is_open: bool
 

@@ -1,4 +1,4 @@
-"""Queries of optimizer features on which the precision plugin depends.
+"""Detection of optimizer features on which the precision plugin depends.
 
 An optimizer declares features by attributes, so that they do not depend on its type:
 
@@ -40,7 +40,7 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def evaluates_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may evaluate the loss again during its step and needs the closure.
+    """Return whether an optimizer may evaluate the loss during its step by calling the closure.
 
     torch's optimizers except LBFGS do not, nor do optimizers that declare a feature of this module. They call the
     closure once at the beginning of a step.
@@ -93,7 +93,7 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 @contextmanager
 def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object within the block, and restore the earlier attributes afterwards.
+    """Set attributes of an object within the context, and restore the earlier attributes afterwards.
 
     `torch.amp.GradScaler` sets attributes of an optimizer in the same way for a step.
     """

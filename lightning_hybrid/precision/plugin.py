@@ -439,7 +439,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, hooks and gradient clipping, and then step or skip the step on all ranks."""
+        """Run the closure, hooks and gradient clipping, then run or skip the optimizer step on all ranks."""
         # All ranks make the same decision without a further collective, because gradients are equal on all ranks after
         # the all-reduce, and inf and nan survive a sum.
         assert isinstance(optimizer, Optimizer)
@@ -629,7 +629,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return any(id(parameter) in module_parameters for parameter in parameters_of(optimizer))
 
     def _state_for_user(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the step state of an optimizer, or of an optimizer that shares parameters with it."""
+        """Return the loss scale and counters of an optimizer, or of one that shares parameters with it."""
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
         for state in self.optimizer_steps:
             if any(id(parameter) in parameters for parameter in parameters_of(state.optimizer)):

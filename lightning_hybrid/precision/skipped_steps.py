@@ -48,7 +48,10 @@ class SkipFlag:
 
     @property
     def is_known(self) -> bool:
-        """True if the host has the value of the flag, so that `was_skipped` does not read a tensor."""
+        """True if the value of the flag is already on the host.
+
+        Then `was_skipped` does not read a tensor.
+        """
         return isinstance(self._answer, bool)
 
     def was_skipped(self) -> bool:
@@ -194,14 +197,14 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self[:] = current_states or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
-        """Return the existing skip flags of the last step of one optimizer, or of all optimizers for None."""
+        """Return the skip flags of the last step of one optimizer, or of all optimizers if it is None."""
         states: list[OptimizerStepState] = self
         if optimizer is not None:
             states = [self.of(optimizer)]
         return [state.skip_flag for state in states if state.skip_flag is not None]
 
     def parameters_by_optimizer(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return a list of parameters for each optimizer, and a last list of those without an optimizer."""
+        """Return a list of each optimizer's parameters, followed by a list of all other parameters."""
         parameter_lists = [list(parameters_of(state.optimizer)) for state in self]
         optimized: set[int] = set()
         for optimizer_parameters in parameter_lists:
@@ -249,7 +252,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of all optimizers that are in the checkpoint as well as in this run."""
+        """Restore the states of all optimizers that exist both in the checkpoint and in this run."""
         saved_states = [state, *state.get("other_optimizers", ())]
         for step_state, saved_state in zip(self, saved_states, strict=False):
             step_state.load_state_dict(saved_state)

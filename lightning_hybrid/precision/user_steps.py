@@ -1,4 +1,4 @@
-"""Support for optimizer steps that user code runs without Lightning, by global optimizer hooks.
+"""Global optimizer hooks that support optimizer steps run by user code without Lightning.
 
 Such a step runs on fp32 parameters with fp32 gradients. After an overflow gradients are None.
 """

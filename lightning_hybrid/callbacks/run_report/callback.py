@@ -115,7 +115,7 @@ class RunReport(Callback):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since training began, including validation and earlier fits."""
+        """Training time so far in seconds, including validation and earlier `fit` calls."""
         current_fit_s = 0.0
         if self._fit_began_s is not None:
             current_fit_s = perf_counter() - self._fit_began_s
@@ -134,7 +134,7 @@ class RunReport(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock and the communication trace of this fit."""
+        """Start the clock and the communication trace of this `fit` call."""
         self._fit_began_s = perf_counter()
         self._last_step = trainer.global_step
         self._earlier_communication = self.communication()  # an interrupted fit may have a trace
@@ -144,7 +144,7 @@ class RunReport(Callback):
         self._note_ranks(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add this fit's time and communication to the totals.
+        """Add the time and communication of this `fit` call to the totals.
 
         The strategy deletes the trace after training.
         """
@@ -309,7 +309,7 @@ class RunReport(Callback):
         }
 
     def findings(self, trainer: pl.Trainer) -> dict[str, tuple[bool, str]]:
-        """Describe the results of the run as `{name: (is good, text)}`."""
+        """Return a text for each result of the run by name, with a flag that is True for a good result."""
         status = run_status(trainer)
         folder = self._folder(trainer)
         findings: dict[str, tuple[bool, str]] = {}

@@ -258,7 +258,7 @@ class _Comparison:
         )
 
     def judge(self, windows: Sequence[RankWindow]) -> list[str]:
-        """Return a sentence for each rank or link that is newly found slow in this window."""
+        """Return a sentence for each rank or link that this window newly identifies as slow."""
         texts = []
         for slow_rank in self.slow_ranks.add(windows):
             texts.append(describe_slow_rank(slow_rank, self.hosts))

@@ -34,7 +34,7 @@ class CudaClock:
         return event
 
     def is_readable(self, stamp: torch.cuda.Event) -> bool:
-        """Return whether the device has reached the event."""
+        """Return whether the device has reached a recorded event, so that its time can be read."""
         return stamp.query()
 
     def seconds(

@@ -178,7 +178,7 @@ class SlowLinks:
         return self.named
 
     def take_recovered(self) -> SlowLink | None:
-        """Return the reported link, once, after it was not slow for `num_windows` windows."""
+        """Return the reported link once after `num_windows` windows without slowness, otherwise None."""
         if not self._streaks.take_ended():
             return None
         self._reported.clear()

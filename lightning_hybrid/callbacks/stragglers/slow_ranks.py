@@ -48,7 +48,7 @@ class SlowRank:
 
 
 def held_up_s(windows: Sequence[RankWindow], rank: int, waiting: Sequence[Phase]) -> float:
-    """Return the seconds per step for which the other ranks wait for this rank.
+    """Return how long the other ranks wait for this rank, in seconds per step.
 
     Args:
         windows: Step times of all ranks.
@@ -172,7 +172,7 @@ class SlowRanks:
         return new
 
     def take_recovered(self) -> list[SlowRank]:
-        """Return each reported rank, once, after it was not slow for `num_windows` windows."""
+        """Return the reported ranks that were not slow for `num_windows` windows, each of them once."""
         recovered = []
         for rank in self._streaks.take_ended():
             self._reported.pop(rank, None)

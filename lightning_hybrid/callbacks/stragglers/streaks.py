@@ -11,7 +11,7 @@ Finding = TypeVar("Finding")
 
 
 class Streaks(Generic[Key, Finding]):
-    """Tracker of findings that repeat in consecutive windows of steps, by key.
+    """Tracker that detects keys with findings in several consecutive windows of steps.
 
     Args:
         length: Number of consecutive windows that make a streak.

@@ -244,7 +244,7 @@ class Host(SocketThread):
             self._answers[meet_index] = _Answer(message["host"], message["is_running"], monotonic())
 
     def _has_closed(self, host: str, meet_index: int, is_dead: bool) -> None:
-        """Handle the end of an outgoing connection."""
+        """Remove an outgoing connection that has ended, and check whether its host is lost."""
         if host:
             del self._peers[host]
             self._has_ended(host, is_dead)
@@ -255,7 +255,7 @@ class Host(SocketThread):
             self._refused.add(meet_index)
 
     def _has_ended(self, host: str, is_dead: bool) -> None:
-        """Handle the end of a connection from or to another host.
+        """Check whether another host is lost after a connection from or to it has ended.
 
         A host that leaves without an error says goodbye on its own connection.
         """
@@ -282,7 +282,7 @@ class Host(SocketThread):
         self._act()
 
     def _lose_hosts_without_goodbye(self, now: float) -> None:
-        """Mark hosts as lost that closed a connection and said no goodbye within a heartbeat interval.
+        """Mark a host as lost if it closed a connection and sent no goodbye within a heartbeat interval.
 
         By then, all messages that the host had sent have been read.
         """
@@ -345,7 +345,7 @@ class Host(SocketThread):
         connection.send(kind="refused", why=why)
 
     def _hear_host(self, host: str, connection: Connection, message: dict[str, Any]) -> None:
-        """Handle a message from another host."""
+        """Process a message from another host, such as a heartbeat or a request for admission."""
         self._seen_s[host] = monotonic()
         kind = message["kind"]
         if kind == "ask":
@@ -360,7 +360,7 @@ class Host(SocketThread):
             self._act()
 
     def _hear_rank(self, local: int, message: dict[str, Any]) -> None:
-        """Handle a message from another rank of this host."""
+        """Process a message from another rank of this host, such as a request to end the view."""
         self._seen_s[local] = monotonic()
         if message["kind"] == "come":
             self.come(int(message["committed"]), local=local)

@@ -249,7 +249,7 @@ class Membership:
         self._part.close()
 
     def _deliver(self, what: str, value: Any) -> None:
-        """Handle an event from the socket thread."""
+        """Process an event from the socket thread, such as a new membership view or the loss of a rank."""
         why = ""
         with self._changed:
             if what == "view":

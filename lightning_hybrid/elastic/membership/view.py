@@ -144,7 +144,7 @@ def address_of(host: str) -> str:
 
 
 def differing_parts(token: str, other: str) -> tuple[str, str]:
-    """Return the settings in which two tokens differ, with the values of each token.
+    """Return the "name=value" settings that differ between two tokens, separately for each token.
 
     A token is a list of "name=value" entries, separated by semicolons. Both tokens are returned in full if they have
     different numbers of entries.
@@ -187,7 +187,7 @@ FOR_SURE = ("closed", "left")
 def who_hear_each_other(
     first: Sequence[str], others: Sequence[str], lost: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
-    """Return hosts that can all reach each other, beginning with all hosts of `first`.
+    """Return `first` extended by hosts of `others` that can reach every host already in the list.
 
     A host of `others` is added if it and every host before it in the list can reach each other. Of two hosts that
     cannot reach each other, the later one is left out.

@@ -142,7 +142,7 @@ class ViewChange:
             self._send(self.hosts, kind="stop", number=self.number, why=why)
 
     def receive(self, sender: str, message: Message) -> None:
-        """Handle a message from another host."""
+        """Process a message of the membership protocol from another host."""
         kind = message["kind"]
         if self.is_over or self.lost.get(sender) in FOR_SURE:
             return
@@ -221,7 +221,7 @@ class ViewChange:
                 self.lose(host, how, f"host {name_of(host)} is lost")
 
     def _learn(self, number: int, hosts: list[str]) -> None:
-        """Record that some host has entered a membership view, which invalidates earlier proposals."""
+        """Record that at least one host has entered a membership view, and discard earlier proposals."""
         if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
             self._isolate(f"{names_of(hosts)} continue without this host")
         elif number > self.number:

@@ -60,4 +60,4 @@ class Engine(ABC):
 
     @abstractmethod
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Update the parameters with the gradients and norms of the last `compute_norms`."""
+        """Update the parameters with the gradients and norms of the last `compute_norms` call."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class OptionTable:
-    """Device tensor with the options of a tensor group, which has one column per tensor.
+    """Device tensor with the options of a tensor group, in one column per tensor.
 
     `OptionTables` fills it.
 

@@ -245,7 +245,7 @@ class FusedStep:
         return True
 
     def _tensor_groups_of(self, optimizer: Any, grads: list[Any]) -> list[TensorGroup]:
-        """Sort all parameters that have a gradient into tensor groups without engines."""
+        """Divide all parameters that have a gradient into tensor groups, which have no engines yet."""
         tensor_groups: dict[Any, TensorGroup] = {}
         params_and_groups = [
             (param, group) for group in optimizer.param_groups for param in group["params"]
@@ -296,7 +296,7 @@ class FusedLars(FusedStep):
         return group["momentum"] != 0, group["denominator"] == "joint"
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Return whether the group has a trust ratio."""
+        """Return whether the parameter group uses trust ratios."""
         return group["trust_ratio"]
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:

@@ -75,7 +75,7 @@ def compressed_steps(
     itemsize: int,
     on_cuda: bool,
 ) -> tuple[WireStep, ...]:
-    """Simulate a step with each smaller data type between nodes, each under its best plan.
+    """Simulate a step with each smaller data type between nodes, under the best plan for each.
 
     The result is empty for a single node. A codec needs a reduction inside each node first, so
     plans without one are tried with `algorithm="auto"`.

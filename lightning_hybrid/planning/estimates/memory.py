@@ -268,7 +268,7 @@ class MemoryChoices:
         return sorted(needs, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
-        """Return memory needs that each change a single setting, in the order in which to try them.
+        """Return the memory need after each change of a single setting, in the order in which to try them.
 
         They are sorted by additional time per byte saved. Among settings that take no additional time, the one that
         saves the most memory comes first.
@@ -288,7 +288,7 @@ class MemoryChoices:
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
-    """Return the need with the largest batch that fits, for each combination of other settings.
+    """Return the memory need of the largest batch that fits, for each combination of other settings.
 
     The needs of each combination must be in descending order of batch size. If none of them fits, the last one is
     returned.

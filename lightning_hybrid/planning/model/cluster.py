@@ -93,7 +93,7 @@ class Cluster(ClusterCosts):
 def is_known(cluster: Cluster) -> bool:
     """Return whether plans chosen by the model are known to beat the default on the cluster's links.
 
-    They are on one node, over Gloo, on clusters measured on `MEASURED_FROM` nodes or more, and over
+    This is the case on one node, over Gloo, on clusters measured on `MEASURED_FROM` nodes or more, and over
     InfiniBand, RoCE and EFA according to published measurements.
     """
     errors = _errors(cluster)

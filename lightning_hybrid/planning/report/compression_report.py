@@ -43,7 +43,7 @@ class CompressionReport:
         itemsize: int,
         on_cuda: bool,
     ) -> CompressionReport | None:
-        """Simulate a step with each compressed format, each under its best plan.
+        """Simulate a step with each compressed format, under the best plan for each.
 
         Returns None for a single node.
         """

@@ -178,7 +178,7 @@ def confidence(scenario: Scenario, step_bounds_s: tuple[float, float] | None) ->
 
 
 def preset_of(scenario: Scenario, given: Container[str]) -> dict[str, str]:
-    """Return the device and link settings that the user did not give, with their assumed values.
+    """Return the device and link settings that the user did not specify, with their assumed values.
 
     Args:
         scenario: The planned run.

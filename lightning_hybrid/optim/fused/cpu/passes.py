@@ -121,7 +121,7 @@ class NativeEngine(Engine):
         )
 
     def _load(self, grads: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        """Write the gradient addresses, and flags of tensors whose norms are needed, to the C++ table."""
+        """Write the addresses of gradients to the C++ table, and mark the tensors whose norms are needed."""
         addresses = self._views.load(grads)
         self._arrays["grads"].copy_(torch.tensor(addresses))
         if self._measured != list(needed):
@@ -187,7 +187,7 @@ class NativeLars(NativeEngine):
         return found_inf
 
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Update the parameters with the gradients and norms of the last `compute_norms`."""
+        """Update the parameters with the gradients and norms of the last `compute_norms` call."""
         table = ctypes.byref(self._table)
         numbers = self._numbers.data_ptr()
         inverse_scale, found_inf = _as_read_by_passes(scaling)
@@ -279,7 +279,7 @@ class NativeLamb(NativeEngine):
         self._library.lamb_moments(table, numbers, _address(found_inf))
 
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Update the parameters with the moments and norms of the last `update_moments`."""
+        """Update the parameters with the moments and norms of the last `update_moments` call."""
         table = ctypes.byref(self._table)
         rates = self._rates.data_ptr()
         _, found_inf = _as_read_by_passes(scaling)

@@ -163,7 +163,7 @@ class KernelLars(Engine):
         return found_inf
 
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Update the parameters with the gradients and norms of the last `compute_norms`."""
+        """Update the parameters with the gradients and norms of the last `compute_norms` call."""
         found_inf = scaling.found_inf
         if found_inf is None:
             found_inf = self._zero
@@ -226,7 +226,7 @@ def _launch_options(
 def _chunk_tables(
     params: Sequence[Tensor], num_chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Create device tensors with the size of each tensor and, for each chunk, the index of its tensor and its own.
+    """Create device tensors of tensor sizes, and of the tensor index and position of each chunk.
 
     They are `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk.
     """

@@ -57,7 +57,7 @@ def _pointers(address, offsets, DTYPE, IS_ALIGNED):
 
 @triton.jit
 def _case_of(is_whole, addresses, grad_address):
-    """Return the index of the memory-access branch of a chunk, which is 0, 1 or 2.
+    """Return the index (0, 1 or 2) of the memory-access branch that processes a chunk.
 
     The module's docstring lists the branches in this order. `addresses` is the bitwise or of all addresses except that
     of the gradient.
