@@ -34,7 +34,7 @@ Form = Literal["exchange", "scatter_gather", "ring"]
 
 
 def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
-    """Return the message pattern to all-reduce `num_bytes` over `num_ranks` ranks on different nodes.
+    """Return the communication pattern that all-reduces `num_bytes` over `num_ranks` ranks on different nodes.
 
         exchange          1 round               every rank sends its tensor to every other rank: lowest latency
         scatter_gather    2 rounds              every rank reduces one shard and sends it to all others

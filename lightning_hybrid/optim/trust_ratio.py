@@ -1,4 +1,4 @@
-"""Trust ratios, and Euclidean norms that are accurate at any size and for sharded tensors."""
+"""Trust ratios, and Euclidean norms that are accurate for values of any magnitude and support sharded tensors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -215,7 +215,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Prepare extensions and communication for a batch, and raise if a SIGTERM ends this rank."""
+        """Prepare extensions and communication for a batch, and raise if this rank must stop after a SIGTERM."""
         super().on_train_batch_start(batch, batch_idx)
         self._extensions.call("before_batch", batch_idx)
         self._failures.before_batch()
@@ -248,7 +248,7 @@ class HybridAllReduce(HalfPrecisionDDP):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Check that all trained gradients are averaged, then run the optimizer step with extension hooks."""
+        """Check that the gradients of all trained parameters are averaged, then run the step with extension hooks."""
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)

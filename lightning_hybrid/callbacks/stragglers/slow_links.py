@@ -178,7 +178,7 @@ class SlowLinks:
         return self.named
 
     def take_recovered(self) -> SlowLink | None:
-        """Return the reported link once after `num_windows` windows without slowness, otherwise None."""
+        """Return the reported link, only once, if it has not been slow for `num_windows` windows, otherwise None."""
         if not self._streaks.take_ended():
             return None
         self._reported.clear()

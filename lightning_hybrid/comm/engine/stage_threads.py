@@ -233,7 +233,7 @@ class StageThreads:
         self._watchdog.report(chunk.bucket.failed_in(stage, error), error)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """End the stage threads, free their process groups, and return the names of stages that do not end.
+        """Stop the stage threads, destroy their process groups, and return the names of stages that do not stop.
 
         Without a failure, the threads process all chunks in their queues first.
 

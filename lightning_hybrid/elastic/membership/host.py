@@ -255,7 +255,7 @@ class Host(SocketThread):
             self._refused.add(meet_index)
 
     def _has_ended(self, host: str, is_dead: bool) -> None:
-        """Check whether another host is lost after a connection from or to it has ended.
+        """Check whether another host is lost, after a connection to or from it has closed.
 
         A host that leaves without an error says goodbye on its own connection.
         """

@@ -226,7 +226,7 @@ def _lamb_column(group: dict[str, Any]) -> list[float]:
 
 
 def _sign(group: dict[str, Any]) -> float:
-    """Return the factor of gradients, which is -1 if the group maximizes the objective, else 1."""
+    """Return the sign applied to gradients: -1 if the group maximizes the objective, else 1."""
     if group["maximize"]:
         return -1.0
     return 1.0

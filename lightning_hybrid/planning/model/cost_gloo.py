@@ -87,7 +87,7 @@ class Gloo:
         return seconds * max(of_busiest, shared)
 
     def latency_s(self, link: Link, num_bytes: float) -> float:
-        """Return the latency of one message in seconds, including the buffering of switches."""
+        """Return the latency of one message in seconds, including the delay of buffers in switches."""
         # A switch stores a burst before it forwards it, so a message waits for its last burst twice.
         return link.latency_s + min(num_bytes, self.burst_bytes) / link.bytes_per_s
 
