@@ -93,6 +93,6 @@ class HalfPrecisionDDP(CommunicatingDDP):
         return Phase.FORWARD
 
     def on_train_end(self) -> None:
-        """Run DDP's `on_train_end` and deferred steps of learning-rate schedulers, and raise after repeated overflows."""
+        """Run DDP's `on_train_end` and deferred scheduler steps, and raise after repeated overflows."""
         super().on_train_end()
         self._masters.on_train_end()
