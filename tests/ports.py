@@ -10,9 +10,8 @@ PORTS = range(20_000, 32_768)
 
 def free_port() -> int:
     """Return a port of this machine on which nobody listens."""
-    generator = (
-        random.SystemRandom()
-    )  # not the one that tests seed, whose next port would be the same
+    # Tests seed the global generator, which would give the same port again.
+    generator = random.SystemRandom()
     while True:
         port = generator.choice(PORTS)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -114,9 +114,9 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
     is_ascending = are_places and list(cuts) == sorted(set(cuts))
     if not is_ascending or len(cuts) != total - 1:
         raise ValueError(
-            f"`cuts` (={cuts!r}) must be {total - 1} block indices in ascending order, one for the first block of "
-            f"each stage except the first ({num_stages} ranks have {total} stages). Leave `cuts` out to balance the "
-            "stages."
+            f"`cuts` (={cuts!r}) must be block indices in ascending order, {total - 1} in all: one for the first "
+            f"block of each stage except the first ({num_stages} ranks have {total} stages). Leave `cuts` out to "
+            "balance the stages."
         )
 
 

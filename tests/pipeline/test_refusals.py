@@ -36,7 +36,7 @@ from tests.scenes import at, fit, play
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved, zero_bubble"),
         ({"num_stages": 1}, "a pipeline with one stage is plain data parallelism"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
-        ({"cuts": [3, 3]}, "must be 1 block indices in ascending order"),
+        ({"cuts": [3, 3]}, "must be block indices in ascending order, 1 in all"),
         (
             {"schedule": "interleaved", "cuts": BlockProfile(seconds=[1], most_bytes=8)},
             "limits one stage",
