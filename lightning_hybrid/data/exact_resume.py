@@ -63,6 +63,10 @@ class Reader(Protocol):
     def sets_epochs(self) -> bool:
         """True if the loader must set the epoch of its samplers, because Lightning does not."""
 
+    @property
+    def reads_to_end(self) -> bool:
+        """True if the loop asks a loader with a length for one more batch after its last one."""
+
     def is_reading(self, holder: Iterator[Any]) -> bool:
         """Return whether the training loop, rather than user code, holds this iterator."""
 
@@ -163,6 +167,7 @@ class ExactResume:
             # Ranks differ in these if their loaders have different lengths.
             "batches": current.batches_done,
             "total": self._batches_of_epoch,
+            "is_over": current.is_exhausted,
         }
         if self.traits.own_streams:
             own["streams"] = current.own_streams
@@ -198,7 +203,8 @@ class ExactResume:
             own = of_ranks.get(self.reader.rank)
         self.loaded = {**state_dict, "own": own}
         if own is not None:
-            self.loaded |= {"batches": own["batches"], "total": own["total"]}
+            for name in ("batches", "total", "is_over"):
+                self.loaded[name] = own[name]
         self.has_state = True
         # If the number of ranks has changed, the seed of any rank can be used, because the seeds of batches also depend
         # on the rank.
@@ -306,6 +312,8 @@ class ExactResume:
         if not is_saved_pass or is_over:
             # The state is restored, because a sampler that is exhausted again may draw once more.
             self._restore_streams(own.get("streams_now", ()))
+            if own and self.reader.reads_to_end and not own["is_over"]:
+                self._draw_to_end(state, place)
 
         self.current = TrainingPass(place)
         self.current.expects_batch = length is not None and 0 < place.batches < length
@@ -328,6 +336,20 @@ class ExactResume:
                 self.current.expected = state["batches"], own["checksum"]
         self.current.own_streams = self._states_of_streams()
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
+
+    def _draw_to_end(self, state: Mapping[str, Any], place: Place) -> None:
+        """Draw the random numbers that samplers draw after the last batch of the saved epoch.
+
+        The checkpoint was saved after that batch, before the loop asked for another one.
+        """
+        if not self.traits.own_streams:
+            return
+        epochs = self.traits.epochs()
+        self.traits.set_epochs(state["sampler_epochs"], state["epoch"])
+        self._restore_streams(state["own"]["streams"])
+        sampler = self.user_loader.batch_sampler
+        deque(self.user_loader.sampler if sampler is None else sampler, maxlen=0)
+        self.traits.set_epochs(epochs, place.epoch)
 
     def _keep_order_of(self, state: Mapping[str, Any]) -> None:
         """Restore the saved order of a finished epoch, for checkpoints written before the next epoch."""

@@ -282,6 +282,7 @@ class _ReaderOfShard:
     place: Place
     accumulate_grad_batches: int = 1
     sets_epochs: bool = True  # Lightning does not know the sampler of a shard.
+    reads_to_end: bool = False  # It is read to its length.
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,15 @@ from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.backend_errors import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
+from lightning_hybrid.fabric.uneven_batches import (
+    JoinedLoopLoader,
+    JoinedSteps,
+    ResumableJoinedLoader,
+    device_of,
+    refuse_gather_with_gradients,
+    refuse_unsupported,
+    samples_in,
+)
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
@@ -38,6 +48,8 @@ from lightning_hybrid.strategy.rendezvous import (
     timeout_from,
 )
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
+from lightning_hybrid.strategy.uneven_batches.agreement import BatchAgreement
+from lightning_hybrid.strategy.uneven_batches.repeated_batch import gradient_leaves
 from lightning_hybrid.strategy.user_code_checks import refuse_what_is_not_averaged
 
 if TYPE_CHECKING:
@@ -77,7 +89,8 @@ class FabricHybridAllReduce(_Base):
         comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`. A planner chooses a plan for each
             module.
         loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
-        uneven_batches: Must be `"error"` (default), because `"join"` needs the Trainer's strategy.
+        uneven_batches: What happens if the training loader of a rank ends before the others: `"error"` (default), or
+            `"join"`, with which ranks that have no batch left join the remaining steps of loaders from `join_loader`.
         exact_resume: Whether loaders in a saved state resume in the middle of an epoch with exactly the remaining
             samples. See data/README.md.
         timeout: Seconds or a `timedelta` after which a rank that is dead or missing from a collective raises an error.
@@ -129,6 +142,8 @@ class FabricHybridAllReduce(_Base):
         self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # modules that were set up
+        self._joined_steps: JoinedSteps | None = None  # with `uneven_batches="join"`
+        self._agreements: list[BatchAgreement] = []  # of joined loaders
         # DDP wrapper of each parameter whose gradient it averages, by the parameter's `id`.
         self._wrapper_of: dict[int, DistributedDataParallel] = {}
         self._earlier_error: BaseException | None = None  # an error from before the first setup
@@ -196,6 +211,8 @@ class FabricHybridAllReduce(_Base):
         Collective: every rank of the group must call it, in the same order.
         """
         half = self._half
+        if self._options.joins_uneven_batches:
+            refuse_unsupported(module)
         averaged, ignored = trained_parameters(module)
         if half is not None:
             half.add_module(module, self.root_device)
@@ -244,7 +261,86 @@ class FabricHybridAllReduce(_Base):
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 
+    def join_loader(
+        self, loader: Any, count_samples: Callable[[Any], int] | None = None
+    ) -> JoinedLoopLoader:
+        """Return a training loader with which ranks that run out of batches join the remaining steps of an epoch.
+
+        The result yields as many batches on every rank. `fabric.backward` then computes the gradients of the mean over
+        the samples of all ranks, so that each loss must be the mean over the samples of its batch:
+
+            gradient = sum over ranks of (samples of the rank * gradient of its loss) / (samples of all ranks)
+
+        While a rank repeats an earlier batch, with weight zero, the attribute `repeats_batch` of the result is True.
+
+        Collective: every rank must call it, in the same order. The same holds for each pass over the result.
+
+        Args:
+            loader: Loader from `fabric.setup_dataloaders`.
+            count_samples: Function that returns the number of samples in a batch. None: the length of the first tensor.
+
+        Raises:
+            ValueError: The strategy was created without `uneven_batches="join"`.
+        """
+        if not self._options.joins_uneven_batches:
+            raise ValueError(
+                f"`uneven_batches` (={self._options.uneven_batches!r}) must be 'join' for join_loader. Create the "
+                "strategy with HybridAllReduceStrategy(uneven_batches='join')."
+            )
+        assert self._timeout is not None
+        agreement = BatchAgreement(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            device=device_of(loader),
+            count_samples=partial(samples_in, count_samples=count_samples),
+        )
+        self._agreements.append(agreement)
+        if self._joined_steps is None:
+            has_fp16_gradients = self.precision.precision == "16-true"
+            self._joined_steps = JoinedSteps(self.world_size, has_fp16_gradients=has_fp16_gradients)
+        loader_type = JoinedLoopLoader
+        if hasattr(loader, "exact_resume"):
+            loader_type = ResumableJoinedLoader
+        return loader_type(loader, agreement, self._joined_steps, self._modules)
+
     # ---- step ------------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass like DDP, and weight the loss if the batch is from a joined loader."""
+
+        def run(loss: Tensor) -> None:
+            self._run_backward(loss, module, *args, **kwargs)
+
+        steps = self._joined_steps
+        if steps is None or not steps.is_within_batch:
+            run(tensor)
+            return
+        window: AbstractContextManager[Any] = nullcontext()
+        if self._half is not None and self._half.window is not None:
+            window = self._half.window.opened()
+        with window:
+            steps.backward(
+                tensor,
+                run,
+                engines=self._engines,
+                wrappers=self._wrapper_of.values(),
+                tensors=gradient_leaves(self._modules, self.precision),
+            )
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather a tensor of all ranks like DDP.
+
+        Raises:
+            RuntimeError: The gathered values have gradients, and the batch is from a joined loader.
+        """
+        steps = self._joined_steps
+        if sync_grads and steps is not None and steps.is_within_batch:
+            refuse_gather_with_gradients()
+        gathered: Tensor = self._run_all_gather(tensor, group, sync_grads)
+        return gathered
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Check that the gradients of all trained parameters are averaged, then run the optimizer step."""
@@ -296,11 +392,11 @@ class FabricHybridAllReduce(_Base):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     # These methods act like DDP's, and their errors name a missing rank.
-    backward = _explaining("backward")
+    _run_backward = _explaining("backward")
+    _run_all_gather = _explaining("all_gather")
     barrier = _explaining("barrier")
     broadcast = _explaining("broadcast")
     all_reduce = _explaining("all_reduce")
-    all_gather = _explaining("all_gather")
 
     def _close_engines(self) -> None:
         # If an error ended this process, the interpreter has stored it. The engines report it to the other ranks.
@@ -315,12 +411,17 @@ class FabricHybridAllReduce(_Base):
             if error is not None:
                 engine.abort(reason_of(error))
             engine.close()
+        agreements = self._agreements
+        self._agreements = []
+        for agreement in agreements:
+            agreement.close(has_failed=error is not None)
 
     def teardown(self) -> None:
         """Close the communication engines, and restore the modules' fp32 weights."""
         self._close_engines()
         self._modules = nn.ModuleList()
         self._wrapper_of = {}
+        self._joined_steps = None
         super().teardown()
 
     @classmethod

@@ -76,7 +76,8 @@ CURES = {
     "several loaders": "return one training loader that contains the batches of the others",
     "dataloader_iter": "define `training_step(self, batch, batch_idx)`",
     "gather in a step": "call `all_gather` in a hook after the step",
-    "local fp16 sums": "average gradients in every `manual_backward`, or use bf16-true",
+    "gather with gradients": "compute the loss from the samples of one rank",
+    "local fp16 sums": "average gradients in every backward, or use bf16-true",
     "global batch": "use a loss over fewer pairs (of one rank, or of one micro-batch)",
 }
 """Features of options and runs, each with the change that removes it."""
@@ -175,11 +176,6 @@ EXCLUDED = (
         "the gradients of micro-batches are averaged over their number, not over their samples",
     ),
     Exclusion(
-        "uneven batches",
-        "Fabric",
-        "the user's loop decides when an epoch ends, and which backward belongs to which batch",
-    ),
-    Exclusion(
         "SyncBatchNorm",
         "uneven batches",
         "its statistics would include the samples of repeated batches",
@@ -199,6 +195,11 @@ EXCLUDED = (
     ),
     Exclusion(
         "gather in a step",
+        "uneven batches",
+        "a rank whose loader has ended would gather the values of a repeated batch",
+    ),
+    Exclusion(
+        "gather with gradients",
         "uneven batches",
         "a rank whose loader has ended would gather the values of a repeated batch",
     ),

@@ -43,6 +43,7 @@ class TrainingLoaders:
     """
 
     sets_epochs = False  # Lightning's training loop sets the epochs of samplers.
+    reads_to_end = False  # It fetches as many batches as the loader's length.
 
     def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:
         self.rank = 0

@@ -71,6 +71,7 @@ class Reads:
     seed = 0
     accumulate_grad_batches = 1
     sets_epochs = False
+    reads_to_end = False
     epoch = -1
 
     def is_reading(self, holder: Any) -> bool:

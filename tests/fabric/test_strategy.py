@@ -21,6 +21,7 @@ from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy, MasterWeig
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
+from tests.fabric.support import FABRICS, fabric_of, play
 from tests.scenes import fit
 from tests.test_readme import python_blocks
 
@@ -32,10 +33,6 @@ OPTIMIZERS = {
 }
 
 
-# The Fabrics of a test on this rank, to be torn down at its end.
-FABRICS: list[Fabric] = []
-
-
 class Net(nn.Sequential):
     """Network of normalisation and matrix products, whose bits do not depend on where tensors lie in memory."""
 
@@ -43,25 +40,6 @@ class Net(nn.Sequential):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             super().__init__(nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
-
-
-def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
-    if dist.is_initialized():
-        world_size = dist.get_world_size()
-    else:
-        world_size = 1
-    fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=world_size)
-    fabric.launch()
-    FABRICS.append(fabric)
-    return fabric
-
-
-def play(function, *arguments):
-    try:
-        return function(*arguments)
-    finally:
-        while FABRICS:
-            FABRICS.pop().strategy.teardown()
 
 
 def loader():

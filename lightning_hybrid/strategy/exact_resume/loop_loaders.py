@@ -21,6 +21,10 @@ class LoopReader:
     """Reader interface for a data loader in a user's own training loop, where each pass is one epoch.
 
     The first pass continues from the loaded state.
+
+    Attributes:
+        stays_in_epoch: Whether the next pass belongs to the epoch of the loaded state even if that epoch had no more
+            batches on this rank. Other ranks then train on the rest of theirs.
     """
 
     rank: int
@@ -28,6 +32,8 @@ class LoopReader:
     seed: int
     accumulate_grad_batches: int = 1
     sets_epochs: bool = True  # Fabric counts iterations from 0 after a resume
+    reads_to_end: bool = True  # a `for` loop asks for a batch after the last one
+    stays_in_epoch: bool = False
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
         """Return True, because every iterator belongs to the user's training loop."""
@@ -44,6 +50,9 @@ class LoopReader:
         state = resume.loaded
         if state is None:
             return Place(resume.current.place.epoch + 1)
+        if self.stays_in_epoch:
+            self.stays_in_epoch = False
+            return Place(state["epoch"], 0, resume.batches_after(state["batches"]))
         if state["is_over"]:
             return Place(state["epoch"] + 1)
         batches_done = resume.batches_after(state["batches"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_hybrid.strategy.uneven_batches.joined_loader import joined
 from lightning_hybrid.strategy.uneven_batches.repeated_batch import (
     EpochSums,
     RunningStatistics,
+    gradient_leaves,
     zero_gradients,
 )
 from lightning_hybrid.strategy.uneven_batches.window_weights import WindowWeights
@@ -195,7 +196,7 @@ class UnevenBatchesExtension(FitExtension):
         fit.engine.num_terms = self._weights.num_terms
         context: AbstractContextManager[None] = nullcontext()
         if self._is_repeated:
-            context = zero_gradients(_leaves(fit))
+            context = zero_gradients(gradient_leaves(fit.module, fit.precision))
         elif self._weights.factor != 1:
             if loss.dtype.itemsize < 4:
                 loss = loss.float()
@@ -241,21 +242,6 @@ class UnevenBatchesExtension(FitExtension):
         """
         self._remove_hook()
         self._agreement.close(has_failed=error is not None)
-
-
-def _leaves(fit: RunningFit) -> Iterable[Tensor]:
-    """Return the tensors for which a backward pass computes gradients.
-
-    These are the parameters, and the fp32 values of parameters that hold a half-precision copy.
-    """
-    tensors: dict[int, Tensor] = {}
-    for parameter in fit.module.parameters():
-        tensors[id(parameter)] = parameter
-    window = getattr(fit.precision, "window", None)
-    if window is not None:
-        for pair in window.pairs.values():
-            tensors[id(pair.fp32)] = pair.fp32
-    return tensors.values()
 
 
 def _in_run(fit: FitContext) -> dict[str, str]:

@@ -29,6 +29,25 @@ def zero_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
             handle.remove()
 
 
+def gradient_leaves(module: nn.Module, precision: Any) -> Iterable[Tensor]:
+    """Return the tensors for which a backward pass computes gradients.
+
+    These are the parameters, and the fp32 values of parameters that hold a half-precision copy.
+
+    Args:
+        module: Module that is trained.
+        precision: Precision plugin of the run.
+    """
+    tensors: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        tensors[id(parameter)] = parameter
+    window = getattr(precision, "window", None)
+    if window is not None:
+        for pair in window.pairs.values():
+            tensors[id(pair.fp32)] = pair.fp32
+    return tensors.values()
+
+
 class RunningStatistics:
     """Snapshot of the running statistics of normalization layers, such as BatchNorm.
 
