@@ -123,6 +123,9 @@ class ModuleHooks:
         return tree_map_only(Tensor, self._tensor_to_half, output)
 
     def _check_thread(self, module: nn.Module, args: Any) -> None:
+        # `torch.compile` cannot trace the query of the thread, and would break the graph at every module.
+        if torch.compiler.is_compiling():
+            return
         # On CUDA, autograd has its own threads, in which activation checkpoints recompute the forward.
         if self.is_in_backward or threading.get_ident() == self._thread:
             return

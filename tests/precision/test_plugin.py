@@ -241,11 +241,14 @@ def test_endless_overflow_stops_with_step_scale_and_cause(two_ranks):
 class Compiled(Toy):
     def __init__(self):
         super().__init__()
-        self.net.compile(backend="aot_eager")  # traced, without the minutes of code generation
+        # Traced as a whole, without the minutes of code generation. A break of the graph is an error.
+        self.net.compile(backend="aot_eager", fullgraph=True)
+
+    def on_train_end(self):
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.long
-def test_compiled_network_trains_like_the_eager_one(one_rank):
+def test_a_compiled_network_is_one_graph_in_all_steps_and_trains_like_the_eager_one(one_rank):
     (compiled,), (eager,) = (
         fp16(one_rank, kind, max_epochs=1, timeout_s=180) for kind in (Compiled, Toy)
     )

@@ -411,10 +411,12 @@ def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
         "scaling_ranks=[]",
     ]
     memory = reported(monkeypatch, *ask).memory
-    kinds = "batch_size_per_rank=8 precision=16-true model.checkpoint_activations=true"  # not FSDP2: its block is all
-    kinds += " strategy.shard_update=world"  # the embedding is less than eight blocks, which a node's ranks would share
     assert {need.settings[0] for need in memory.alone} == {
-        *kinds.split(),
+        "batch_size_per_rank=8",
+        "precision=16-true",
+        "model.checkpoint_activations=true",
+        "strategy.shard_update=world",
+        "strategy=fsdp2",
         "strategy=fsdp2 strategy.offload=true",
     }
     assert memory.fitting
