@@ -249,6 +249,23 @@ class MemoryChoices:
             extra_s=again * self.forward_s + extra_s[sharing],
         )
 
+    def largest_batch(self, memory_bytes: float) -> int:
+        """Return the largest batch per rank that fits into a device's memory with the configured settings.
+
+        0 means that even a batch of one image does not fit.
+        """
+        precision = next(iter(self.states))
+        first, whole = self.activations[precision, False]
+        slope = (whole - first) / max(1, self.batch_size - 1)
+        constant = first - slope
+        if self.batch_size == 1:
+            # The two parts cannot be told apart, so all bytes are taken to grow with the batch.
+            slope = whole
+            constant = 0.0
+        state_bytes = self.need(precision, self.batch_size).state_bytes
+        usable_bytes = USABLE_SHARE * memory_bytes
+        return max(0, int((usable_bytes - state_bytes - constant) / slope))
+
     def needs(self) -> list[MemoryNeed]:
         """Return the memory needs of all combinations of settings.
 

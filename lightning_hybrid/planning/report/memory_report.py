@@ -63,6 +63,7 @@ class MemoryReport:
         fitting: Combinations of settings that fit, each with its largest batch. Those with the fewest settings come
             first, then those that take the least time.
         memory_bytes: Memory of a device. None if it is unknown.
+        largest_batch: Largest batch per rank that fits with the configured settings. None if the memory is unknown.
         step_s: Time of a step with the settings of the run, in seconds.
         tracked: Bytes of activations by torch's memory tracker, by `kind` and `batch_size` of a need.
     """
@@ -73,6 +74,7 @@ class MemoryReport:
     alone: tuple[MemoryNeed, ...]
     fitting: tuple[MemoryNeed, ...]
     memory_bytes: float | None
+    largest_batch: int | None
     step_s: float
     tracked: Mapping[tuple[tuple[str, bool], int], int] = field(default_factory=dict)
 
@@ -91,6 +93,9 @@ class MemoryReport:
         blocks = traced_blocks(network, settings.image_shape, precision=asked_precision)
         choices = _choices(scenario, network, settings, states=states, blocks=blocks)
         asked = choices.needs()[0]
+        largest_batch = None
+        if memory_bytes is not None:
+            largest_batch = choices.largest_batch(memory_bytes)
         alone: Sequence[MemoryNeed] = ()
         fitting: Sequence[MemoryNeed] = (asked,)
         if memory_bytes is not None and not asked.fits(memory_bytes):
@@ -112,6 +117,7 @@ class MemoryReport:
             alone=tuple(alone),
             fitting=tuple(fitting),
             memory_bytes=memory_bytes,
+            largest_batch=largest_batch,
             step_s=step_s,
             tracked=tracked,
         )
@@ -122,14 +128,6 @@ class MemoryReport:
         if self.memory_bytes is None:
             return None
         return USABLE_SHARE * self.memory_bytes
-
-    @property
-    def largest_batch(self) -> int | None:
-        """Largest batch per rank that fits with the run's settings, or None if the device is unknown."""
-        if self.usable_bytes is None:
-            return None
-        bytes_per_image = self.asked.activation_bytes / self.asked.batch_size
-        return max(0, int((self.usable_bytes - self.asked.state_bytes) / bytes_per_image))
 
     @property
     def is_data_parallel_possible(self) -> bool:

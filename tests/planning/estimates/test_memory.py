@@ -181,3 +181,22 @@ def test_what_was_not_measured_is_refused():
         ValueError, match=r"`optimizer` \(='lion'\) must be one of 'sgd', 'lars', 'adamw', 'lamb'"
     ):
         StateBytes.of(precision="16-true", optimizer="lion", copies_gradients=False)
+
+
+@pytest.mark.parametrize("memory_bytes", [3e9, 4e9, 80e9])
+def test_the_largest_batch_fits_and_one_more_image_does_not(memory_bytes):
+    of_run = choices()
+    largest = of_run.largest_batch(memory_bytes)
+    assert largest > 0
+    assert of_run.need("32-true", largest).fits(memory_bytes)
+    assert not of_run.need("32-true", largest + 1).fits(memory_bytes)
+
+
+def test_no_batch_fits_beside_a_state_that_fills_the_memory():
+    assert choices().largest_batch(12.1 * 100 * BLOCK) == 0
+
+
+def test_all_activations_of_a_batch_of_one_image_grow_with_the_batch():
+    of_one = choices(batch_size=1, activations={("32-true", False): (1e9, 1e9)})
+    room = of_one.need("32-true", 1).state_bytes + 2.5e9
+    assert of_one.largest_batch(room / USABLE_SHARE) == 2

@@ -197,10 +197,10 @@ def test_what_fits_is_said_or_what_each_setting_saves_and_the_smallest_list(
         alone=tuple(alone),
         fitting=tuple(fitting),
         memory_bytes=memory_bytes,
+        largest_batch=largest_batch,
         step_s=2.0,
     )
     assert re.search(words, result.sentence((), "GPU"))
-    assert result.largest_batch == largest_batch
 
 
 def choices_of(asked: Scenario, usable_bytes=None, **options):
