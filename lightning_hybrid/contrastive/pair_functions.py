@@ -267,7 +267,7 @@ class Standardised(torch.autograd.Function):
     @staticmethod
     @_in_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of this rank's rows.
+        """Return the gradient with respect to this rank's embeddings.
 
         Collective: every rank must call it, in the same order.
         """

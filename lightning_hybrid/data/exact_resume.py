@@ -138,7 +138,7 @@ class ExactResume:
 
     @property
     def _keeper(self) -> Any:
-        """Object that saves and restores the position in an iterable data set, or None.
+        """Object that saves and restores the position in an iterable data set, or None if nothing can.
 
         It is torchdata's loader, or the data set itself if there are no workers. Workers would have copies of the data
         set.

@@ -162,7 +162,7 @@ class _Source:
         raise NotImplementedError
 
     def begin(self) -> int:
-        """Return the number of finished batches of the epoch at which the training loop starts."""
+        """Begin an iteration of the training loop, and return how many batches of the epoch are already finished."""
         raise NotImplementedError
 
     def note_batches_done(self, batches_done: int) -> None:

@@ -229,7 +229,7 @@ class HybridElastic(HybridAllReduce):
 
     @property
     def is_global_zero(self) -> bool:
-        """True on global rank zero of all hosts, which writes logs and checkpoints."""
+        """True on the one rank of the run that writes logs and checkpoints."""
         if self._is_first is None:
             return super().is_global_zero
         return self._is_first

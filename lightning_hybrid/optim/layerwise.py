@@ -388,7 +388,7 @@ class LayerwiseOptimizer(Optimizer):
     def _norms_over_ranks(
         self, vectors_of: Callable[[dict[str, Any], Tensor, Tensor, Part], list[ShardedVector]]
     ) -> dict[Tensor, list[Tensor]]:
-        """Return the norms of the full tensors for each parameter that is a shard.
+        """Return the norms of the full tensor for each parameter of which this rank has a shard.
 
         It also combines `found_inf` over ranks, so that the step is skipped on all ranks or on none.
 

@@ -136,7 +136,7 @@ class CutModel:
         self.guard.remove()
 
     def ignored_by_ddp(self) -> AbstractContextManager[None]:
-        """Exclude the blocks from Lightning's broadcast of rank zero's weights within the context.
+        """Return a context in which Lightning's broadcast of rank zero's weights leaves out the blocks.
 
         Each rank holds different blocks.
         """

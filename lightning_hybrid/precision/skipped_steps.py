@@ -197,7 +197,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self[:] = current_states or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
-        """Return the skip flags of the last step of one optimizer, or of all optimizers if it is None."""
+        """Return the skip flags of the last step of one optimizer, or of all optimizers for None."""
         states: list[OptimizerStepState] = self
         if optimizer is not None:
             states = [self.of(optimizer)]

@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of the variant and its batch size in percent, also used as folder name.
+        """Name of the variant and its batch size in percent of the training set. It is also the folder name.
 
         >>> Cell("method", 0.0512).name
         'method_5.12'

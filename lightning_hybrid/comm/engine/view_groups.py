@@ -216,7 +216,7 @@ class ViewGroups(CommGroups):
                 raise _LeftBehindError("comm: the group of hosts has changed")
 
     def cut(self) -> None:
-        """End all waits in the process groups and for the store with an error.
+        """Make all pending waits in the process groups and for the store fail with an error.
 
         It may be called from any thread. It does not wait for a group that is being created.
         """

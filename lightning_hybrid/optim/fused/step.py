@@ -81,7 +81,7 @@ class FusedStep:
         return ()
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Create the engine of a tensor group, and any optimizer state that is missing."""
+        """Create the engine that runs the fused step of a tensor group, and initialise missing optimizer state."""
         raise NotImplementedError
 
     def is_needed(self, group: dict[str, Any]) -> bool:

@@ -53,7 +53,7 @@ class NodeWire:
         return bits_of_codec.get(self.name)
 
     def num_bytes(self, num_bytes: float) -> float:
-        """Return the size on the wire of `num_bytes` of a gradient bucket, in bytes.
+        """Return how many bytes are sent for `num_bytes` bytes of a gradient bucket.
 
         The gradients of the bucket must be whole codec blocks.
         """

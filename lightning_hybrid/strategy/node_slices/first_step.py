@@ -257,7 +257,7 @@ class FirstStep:
         self._open_pair = names
 
     def pair_ends(self) -> None:
-        """Record that the forward pass has left the layer pair, so that features are complete again."""
+        """Record that the forward pass has left the layer pair. Each rank then holds all features again."""
         self._open_pair = None
 
     @property

@@ -233,7 +233,7 @@ class MasterShard(ParameterShard):
 
 
 class WeightShard(ParameterShard):
-    """Parameter without master weights, whose shard is a view of the parameter's memory."""
+    """Parameter without master weights, and this rank's shard of it, which is a view of its memory."""
 
     def __init__(self, name: str, parameter: nn.Parameter, spans: list[Span], rank: int) -> None:
         begin, end = spans[rank]

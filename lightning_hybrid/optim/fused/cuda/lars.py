@@ -226,7 +226,7 @@ def _launch_options(
 def _chunk_tables(
     params: Sequence[Tensor], num_chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Create device tensors of tensor sizes, and of the tensor index and position of each chunk.
+    """Create device tables of the size of each tensor, and of the tensor and position of each chunk.
 
     They are `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk.
     """
