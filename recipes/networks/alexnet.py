@@ -251,7 +251,7 @@ class AlexNetBN(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """AlexNet with a single column and without normalisation layers, as in torchvision (Krizhevsky 2014, arXiv:1404.5997).
+    """Single-column AlexNet without normalisation layers, as in torchvision (Krizhevsky 2014, arXiv:1404.5997).
 
         features     conv 11x11 stride 4, 64; pool; conv 5x5, 192; pool; conv 3x3, 384; 256; 256; pool
         avgpool      mean over 6 x 6 cells
