@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,10 +97,17 @@ class CutModel:
         return sum(meta.numel() * meta.element_size() for meta in self._other_stages[0].tensors)
 
     @contextmanager
-    def whole_on_first(self, ranks: PipelineRanks, group: Any) -> Iterator[None]:
+    def whole_on_first(
+        self, ranks: PipelineRanks, group: Any, wait_for: Callable[[Callable[[], Any]], Any]
+    ) -> Iterator[None]:
         """Load the whole network on the first rank of a pipeline within the context.
 
         Collective: every rank of the pipeline must call it, in the same order.
+
+        Args:
+            ranks: Position of this rank in its pipeline.
+            group: Process group of the pipeline.
+            wait_for: Function that calls a function that waits for other ranks.
         """
         values: dict[int, Tensor] = {}
         peers = ranks.peers
@@ -109,10 +117,10 @@ class CutModel:
             tensors = _tensors_of([block])
             if ranks.position == position:
                 block_values = _whole_values(block, tensors)
-                dist.send_object_list([block_values], dst=peers[0], group=group)
+                wait_for(partial(dist.send_object_list, [block_values], dst=peers[0], group=group))
             elif ranks.position == 0:
                 message: list[Any] = [None]
-                dist.recv_object_list(message, src=peers[position], group=group)
+                wait_for(partial(dist.recv_object_list, message, src=peers[position], group=group))
                 for tensor, value in zip(tensors, message[0], strict=True):
                     values[id(tensor)] = value
         with self._other_stages[0].filled(values, self._device):

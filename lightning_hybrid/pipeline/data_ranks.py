@@ -156,7 +156,10 @@ class DataRanksMixin(HybridAllReduce):
         Collective: every rank must call it, in the same order.
         """
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        if self._stages is None:
+            dist.all_reduce(votes)
+        else:
+            self._stages.watchdog.wait_for(lambda: dist.all_reduce(votes))
         if all:
             return bool(votes == self.world_size)
         return bool(votes)

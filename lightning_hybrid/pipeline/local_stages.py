@@ -168,8 +168,9 @@ class Stages:
                 else:
                     find = partial(self._outputs_of, stage, boundaries[-1])
                 message = [_result_or_error(find)]
-            dist.broadcast_object_list(message, src=owner, group=self.groups.agree)
-
+            self.watchdog.wait_for(
+                partial(dist.broadcast_object_list, message, src=owner, group=self.groups.agree)
+            )
             result = message[0]
             if isinstance(result, str):
                 source = f"stage {stage}"

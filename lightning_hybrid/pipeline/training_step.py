@@ -288,7 +288,9 @@ class TrainingStep:
 
         stages = self._stages
         with stages.whole_layers():
-            whole_network = self._cut.whole_on_first(stages.ranks, stages.groups.agree)
+            whole_network = self._cut.whole_on_first(
+                stages.ranks, stages.groups.agree, stages.watchdog.wait_for
+            )
             if stages.ranks.is_first:
                 return loss_of_whole(
                     stages.module,
