@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import warnings
 from contextlib import suppress
@@ -145,10 +146,16 @@ def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> No
 
 def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
     """Append rows to a CSV file. If writing fails, remove rows that were written in part and raise."""
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, columns).writerows(rows)
+    content = text.getvalue().encode()
     num_bytes = path.stat().st_size
     try:
-        with path.open("a", newline="") as file:
-            csv.DictWriter(file, columns).writerows(rows)
+        with path.open("ab", buffering=0) as file:
+            # Usually this is one write, so that a process that is killed leaves no half row. A full disk accepts a
+            # part of the rows, and the next write raises its error.
+            while content:
+                content = content[file.write(content) :]
     except OSError:
         # A disk that fills up accepts only some of the rows, which the next attempt would write again.
         os.truncate(path, num_bytes)
