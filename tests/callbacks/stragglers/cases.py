@@ -2,6 +2,7 @@
 
     python -m tests.callbacks.stragglers.cases --ranks 2 4 --repeats 5
     python -m tests.callbacks.stragglers.cases --healthy 200 --busy 2 --ranks 2
+    python -m tests.callbacks.stragglers.cases --inside 20           microseconds of its own code in each step
 
 Each rank trains a small network with sleeps in place of long computations, so that the times of a case are known on
 any machine. Rows are printed as JSON.
@@ -20,10 +21,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import StragglerMonitor
+from lightning_hybrid.callbacks.stragglers.measurement import StepMeasurement
+from lightning_hybrid.comm.stats.trace import CommTrace
 from tests import toy
 from tests.rank_pool import RankPool
 from tests.scenes import this_rank
@@ -239,6 +243,86 @@ def cost(num_pairs: int, precision: str) -> list[float]:
     return monitor.blocks_s[2:]
 
 
+class InsideTimer:
+    """Time that the code of the monitor takes, without the functions of Lightning that it calls."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._began_s: float | None = None
+
+    def inside(self, function: Any) -> Any:
+        """Return a function whose time counts."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._began_s is not None:  # within another function that counts
+                return function(*args, **kwargs)
+            self._began_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.total_s += time.perf_counter() - self._began_s
+                self._began_s = None
+
+        return timed
+
+    def hook(self, function: Any) -> Any:
+        """Return a hook around a function of Lightning, whose own time counts."""
+
+        def timed(measurement: Any, original: Any) -> Any:
+            return self.inside(function)(measurement, self._outside(original))
+
+        return timed
+
+    def _outside(self, function: Any) -> Any:
+        def paused() -> Any:
+            assert self._began_s is not None
+            self.total_s += time.perf_counter() - self._began_s
+            result = function()
+            self._began_s = time.perf_counter()
+            return result
+
+        return paused
+
+
+class Inside(StragglerMonitor):
+    """A monitor that notes the time of its own code in each window, and the time of the window."""
+
+    def __init__(self, timer: InsideTimer) -> None:
+        super().__init__()
+        self.timer = timer
+        self.windows: list[tuple[float, float]] = []
+        self.began_s = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        if trainer.global_step % self.every_n_steps == 0:
+            now_s = time.perf_counter()
+            self.windows.append((self.timer.total_s, now_s - self.began_s))
+            self.timer.total_s = 0.0
+            self.began_s = now_s
+
+
+def inside(num_windows: int, precision: str) -> list[tuple[float, float]]:
+    """Return the seconds in the monitor's code and the seconds of each window, after one of warm-up."""
+    timer = InsideTimer()
+    monitor = Inside(timer)
+    max_steps = monitor.every_n_steps * (num_windows + 1)
+    loader = toy.loader(8 * max_steps * torch.distributed.get_world_size())
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(CommTrace, "enter", timer.inside(CommTrace.enter))
+        patch.setattr(StepMeasurement, "_on_forward", timer.inside(StepMeasurement._on_forward))
+        for name in ("_before_batch", "_before_fetch", "_after_fetch"):
+            patch.setattr(StepMeasurement, name, timer.hook(getattr(StepMeasurement, name)))
+        of_callback = StragglerMonitor.on_train_batch_end
+        patch.setattr(StragglerMonitor, "on_train_batch_end", timer.inside(of_callback))
+        trainer = toy.trainer(
+            max_epochs=-1, max_steps=max_steps, callbacks=[monitor], precision=precision
+        )
+        trainer.fit(toy.Toy(), loader)
+    return monitor.windows[1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
@@ -246,6 +330,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=0, help="busy loops beside the ranks")
     parser.add_argument("--healthy", type=int, default=0, help="windows without a slow rank")
     parser.add_argument("--cost", type=int, default=0, help="pairs of blocks with and without")
+    parser.add_argument("--inside", type=int, default=0, help="windows, timed inside the monitor")
     parser.add_argument("--sleep-ms", type=float, default=20.0, help="in forward, and in backward")
     parser.add_argument("--window", type=int, default=WINDOW, help="steps")
     parser.add_argument("--precision", default="32-true")
@@ -272,6 +357,18 @@ def rows(pool: RankPool, num_ranks: int, options: Any) -> Any:
             "ms per step without": 1e3 * statistics.median(without_s) / Toggled.block,
             "median ratio": statistics.median(ratios),
             "quartiles": statistics.quantiles(ratios, n=4),
+        }
+        return
+    if options.inside:
+        windows = ranks.run(inside, options.inside, options.precision, timeout_s=3000)[0]
+        steps = Toggled.block
+        in_monitor_us = [1e6 * in_monitor_s / steps for in_monitor_s, _ in windows]
+        yield common | {
+            "load of the machine": round(os.getloadavg()[0], 1),
+            "windows": options.inside,
+            "us per step in the monitor": round(statistics.median(in_monitor_us), 1),
+            "quartiles": [round(value, 1) for value in statistics.quantiles(in_monitor_us, n=4)],
+            "ms per step": round(1e3 * statistics.median(s for _, s in windows) / steps, 2),
         }
         return
     if options.healthy:
