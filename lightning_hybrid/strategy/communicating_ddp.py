@@ -28,10 +28,12 @@ from lightning_hybrid.strategy.rendezvous import (
     timeout_from,
 )
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
+from lightning_hybrid.strategy.user_code_checks import refuse_other_accumulation
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     # The class that users see is in `flavours/` and derives from the DDPStrategy of one Lightning package.
@@ -102,6 +104,13 @@ class CommunicatingDDP(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name and its variants, such as `_spawn`, in a Lightning registry."""
         register_names(strategy_registry, cls, cls.registered_name)
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Connect the strategy to the module like DDP, and check the trainer's gradient accumulation."""
+        if model.trainer.state.fn == "fit":
+            refuse_other_accumulation(model.trainer.accumulate_grad_batches)
+        self._failures.module = model
+        super().connect(model)
 
     # ---- launch ------------------------------------------------------------------------------
 

@@ -12,10 +12,7 @@ from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.communicating_ddp import CommunicatingDDP
 from lightning_hybrid.strategy.master_weights import MasterWeights, with_masters
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
-from lightning_hybrid.strategy.user_code_checks import (
-    refuse_other_accumulation,
-    warn_of_unused_loss_scale,
-)
+from lightning_hybrid.strategy.user_code_checks import warn_of_unused_loss_scale
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -64,14 +61,12 @@ class HalfPrecisionDDP(CommunicatingDDP):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect the strategy to the module like DDP, and connect the precision plugin to the strategy."""
+        super().connect(model)
         if model.trainer.state.fn == "fit":
-            refuse_other_accumulation(model.trainer.accumulate_grad_batches)
             warn_of_unused_loss_scale(self._options.loss_scale, self.precision_plugin)
-        self._failures.module = model
         self._masters.connect(
             model, get_wrapped=lambda: self.model, flush_backward=self._flush_backward
         )
-        super().connect(model)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Finish DDP's gradient averaging after a backward pass, unless the precision plugin has done so."""
