@@ -1,7 +1,7 @@
 """Fixtures every test may use: worlds of one to four real ranks. Rules for tests that need a GPU, or the machine alone.
 
-Without paths on its command line `pytest` runs all tests, in two processes where `pytest-xdist` is installed: most of
-the time one of the two waits for sockets or for the other's ranks. `pytest -n 0` runs them in one.
+Without paths on its command line `pytest` runs all tests, in several processes where `pytest-xdist` is installed:
+half of the time a test waits for sockets or for other ranks. `pytest -n 0` runs them in one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ settings.register_profile("same examples", deadline=None, derandomize=True)
 settings.register_profile("exploring", deadline=None, max_examples=1000)
 settings.load_profile("same examples")
 
+# More than there are cores on a small machine: half of the time a test waits for sockets or for clocks.
+NUM_PROCESSES = 4
+
 LONG_TEST_LIMIT_S = 3600  # of the others: `timeout` in pyproject.toml
 
 
@@ -61,7 +64,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         and not options.usepdb
         and (os.cpu_count() or 1) > 1
     ):
-        options.numprocesses = 2
+        options.numprocesses = NUM_PROCESSES
         options.dist = "loadfile"
 
 

@@ -190,6 +190,7 @@ def test_the_order_of_tasks_makes_stages_wait_exactly_as_long_as_the_formula_say
         assert waiting.planned == pytest.approx(formula, rel=1e-6)
 
 
+@pytest.mark.long  # no other test runs beside it
 @pytest.mark.clock
 @pytest.mark.parametrize(
     ("schedule", "num_stages"),
@@ -251,6 +252,7 @@ def waiting_part(schedule, num_microbatches, parts):
     return min(results[1:])
 
 
+@pytest.mark.long  # no other test runs beside it
 @pytest.mark.clock
 @pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_of_weights_fill_what_interleaved_stages_wait(rank_pool, num_stages):

@@ -124,6 +124,7 @@ def head_of(cluster: Cluster) -> str:
     return cluster.latest("a", 0)["hosts"][0]
 
 
+@pytest.mark.long
 @pytest.mark.clock
 def test_hosts_agree_without_killed_hosts_and_with_new_ones(cluster):
     """The coordinator is killed, then one rank of a host alone, then two hosts at once."""
@@ -141,6 +142,7 @@ def test_hosts_agree_without_killed_hosts_and_with_new_ones(cluster):
     cluster.agree_on(remaining[1], "f")
 
 
+@pytest.mark.long
 @pytest.mark.clock
 def test_hosts_agree_without_a_stopped_host_which_is_isolated_once_it_continues(cluster):
     stopped = cluster.latest("a", 0)["hosts"][-1]
@@ -151,6 +153,7 @@ def test_hosts_agree_without_a_stopped_host_which_is_isolated_once_it_continues(
     cluster.hear(stopped, "isolated")
 
 
+@pytest.mark.long
 @pytest.mark.clock
 def test_a_first_host_that_starts_again_joins_the_run_and_begins_no_second_one(cluster):
     """It holds the first address of `meet` again, where nobody else waits: the run calls there."""
