@@ -96,7 +96,8 @@ class FabricHybridAllReduce(_Base):
         timeout: Seconds or a `timedelta` after which a rank that is dead or missing from a collective raises an error.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: As in Fabric's `DDPStrategy`.
-        **ddp_kwargs: Passed to `DistributedDataParallel`. `gradient_as_bucket_view` is off unless set.
+        **ddp_kwargs: Passed to `DistributedDataParallel`. `gradient_as_bucket_view` is off by default,
+            except in half precision.
 
     Raises:
         ValueError: An option is unknown or has an invalid value. Raised before any process group is created.

@@ -25,7 +25,7 @@ _ASYNCHRONOUS = (
     "PipeDream updates weights between the forward and the backward of a batch and keeps one copy of the weights per "
     "batch in flight (weight stashing), so it does not compute the gradients of synchronous training "
     '(arXiv:1806.03377). schedule="1f1b" has the same order and memory, with a flush per step. For details, see '
-    'lightning_hybrid/pipeline/README.md, "Refused".'
+    'lightning_hybrid/pipeline/README.md, "Limitations".'
 )
 
 

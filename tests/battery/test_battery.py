@@ -119,7 +119,7 @@ def test_the_batteries_are_whole():
     assert set(QUICK) <= set(case.rows())
     assert set(DELIBERATE) <= set(BEHAVIOURS)
     assert NUM_ROWS <= 10
-    assert f"\n{len(BEHAVIOURS)} behaviours of " in README.read_text()
+    assert f" {len(BEHAVIOURS)} behaviours of " in README.read_text()
 
 
 # ---- that it can fail ------------------------------------------------------------------------------------------------
