@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.data.random_streams import SeededStreams
@@ -428,6 +428,40 @@ def test_a_loop_of_the_users_own_continues_with_the_remaining_images(two_ranks, 
     for stop in (3, 8, 11):
         resumed = two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt")
         assert resumed == [batches[stop:] for batches in whole], f"stopped after {stop} batches"
+
+
+def loop_with_own_generator(path: str, is_resumed: bool, num_workers: int) -> list[list[int]]:
+    """Read two epochs, and save after the last batch of the first, before the loop asks for another one."""
+    fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=1)
+    fabric.launch()
+    generator = torch.Generator().manual_seed(5)
+    numbers = list(range(12))
+    user_loader = DataLoader(
+        numbers, batch_size=4, shuffle=True, generator=generator, num_workers=num_workers
+    )
+    loader = fabric.setup_dataloaders(user_loader, use_distributed_sampler=False)
+    if is_resumed:
+        fabric.load(path, {"loader": loader})
+    read = []
+    for _ in range(1 if is_resumed else 2):
+        for batch in loader:
+            read.append(batch.tolist())
+            if len(read) == 3 and not is_resumed:
+                fabric.save(path, {"loader": loader})
+    fabric.strategy.teardown()
+    return read
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_loop_saved_after_the_last_batch_of_an_epoch_continues_with_the_order_of_the_next(
+    one_rank, tmp_path, num_workers
+):
+    """A sampler of whole batches draws once more when the loop asks for another batch."""
+    path = f"{tmp_path}/3.ckpt"
+    (whole,) = one_rank.run(loop_with_own_generator, path, False, num_workers)
+    (resumed,) = one_rank.run(loop_with_own_generator, path, True, num_workers)
+    assert sorted(number for batch in whole[3:] for number in batch) == list(range(12))
+    assert resumed == whole[3:]
 
 
 def continued_loop(folder: str, batch_size: int) -> list[list[int]]:
