@@ -228,7 +228,7 @@ class ReplicaSets:
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes of the set that contains this rank, with the ranks of the set numbered from 0."""
+        """Nodes of the replica set of this rank, whose ranks are numbered from 0."""
         return self.own.nodes
 
     @property

@@ -171,7 +171,7 @@ class CheckedStage(PipelineStage):
         kwargs: Any = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run the forward of one micro-batch.
+        """Run the forward pass of one micro-batch.
 
         The first stage gets its input from `input_of`.
         """

@@ -369,7 +369,7 @@ class HybridPipeline(DataRanksMixin):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `validation_step` with a forward through all stages."""
+        """Run the module's `validation_step` with a forward pass through all stages."""
         with self._over_stages(*args, *kwargs.values()):
             return super().validation_step(*args, **kwargs)
 

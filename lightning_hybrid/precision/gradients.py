@@ -101,7 +101,7 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Save the existing fp32 gradients, or convert them to half precision, before a backward.
+        """Save the existing fp32 gradients, or convert them to half precision, before a backward pass.
 
         If this backward averages gradients over ranks, a local sum of earlier batches is scaled, rounded and put into
         `p.grad`, so that it is averaged as well. All other gradients are saved, and `p.grad` is None. The window must

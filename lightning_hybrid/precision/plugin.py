@@ -482,7 +482,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self._stop_if_stuck(state, model)
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        """Return the magnitude of the largest unscaled gradient, or None if it is not needed or unknown.
+        """Return the magnitude of the largest unscaled gradient, or None if it is unknown or not needed.
 
         Only the first steps of a dynamic loss scale need it. It is unknown if the optimizer's gradients may differ
         between ranks.

@@ -186,7 +186,7 @@ class MasterWeights:
     # ---- end ---------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """Run deferred learning-rate schedules, and raise if too many consecutive steps overflowed."""
+        """Step the learning-rate schedules that were deferred, and raise if too many consecutive steps overflowed."""
         if self.half is not None:
             self.half.on_train_end()
 

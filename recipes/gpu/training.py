@@ -24,7 +24,7 @@ def fused_sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def fused_lars(net: nn.Module) -> torch.optim.Optimizer:
-    """Create fused LARS, without weight decay and trust ratio for biases and normalisation layers."""
+    """Create a fused LARS optimizer without weight decay and trust ratio for biases and normalisation layers."""
     return LARS(param_groups(net, weight_decay=1e-4), lr=1e-3, momentum=0.9, fused=True)
 
 

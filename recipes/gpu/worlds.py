@@ -1,4 +1,4 @@
-"""Functions that start the ranks of a check as processes, and checks of the all-reduce algorithms."""
+"""Functions that run a GPU check on several ranks, each in a process, and checks of the all-reduce."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _timed_buckets(comm: CommSummary | None) -> list[_TimedBucket]:
 
 
 def _draw_buckets(buckets: Sequence[_TimedBucket], axes: Axes) -> None:
-    """Draw bars for the gradient buckets with the longest exposed times, in the order of the step."""
+    """Draw bars for the gradient buckets with the longest exposed times, in the order of their reductions."""
     longest = sorted(buckets, key=lambda timed: -timed.exposed_s)
     shown = [timed for timed in buckets if timed in longest[:MOST_BARS]]
     wait = html_page.format_value(longest[0].exposed_s, "s")

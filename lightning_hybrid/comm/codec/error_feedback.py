@@ -170,7 +170,7 @@ class ErrorFeedback:
     def _residual_of_node(
         self, numbers: Tensor, device: torch.device, divisor: int
     ) -> Tensor | None:
-        """Return the node's residual for the given blocks, scaled to this step, or None if there is none.
+        """Return the node's residual for the given blocks at this step's loss scale, or None if there is none.
 
         Collective within a node of several ranks, unless the residual comes from `load` or there is none.
         """

@@ -56,7 +56,7 @@ class RunTime:
 
     @classmethod
     def of(cls, scenario: Scenario, step_s: float, num_steps: float, failures: Failures) -> RunTime:
-        """Calculate the expected duration of a run, and simulate failures for its lower and upper bound."""
+        """Calculate the expected duration of a run, with lower and upper bounds from simulated failures."""
         gpus = scenario.cluster.world_size
         step_bounds_s: tuple[float, float] | None = None
         fastest_step_s = step_s

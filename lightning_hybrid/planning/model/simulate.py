@@ -124,7 +124,7 @@ class SimulatedSteps:
         return self.alone_s / self.step_s
 
     def quantile_s(self, share: float) -> float:
-        """Return the quantile of the step time at `share`, in seconds."""
+        """Return the `share` quantile of the step time, in seconds."""
         return float(np.quantile(self.steps_s, share))
 
 
