@@ -345,7 +345,7 @@ class ViewWatch:
         return error
 
     def collect_status(self, noticed: str) -> str:
-        """Return an error message that describes what this rank has noticed, without asking other ranks for their status."""
+        """Return an error message about what was noticed, without asking other ranks for their status."""
         return f"comm: {noticed}."
 
     def leave(self) -> None:
