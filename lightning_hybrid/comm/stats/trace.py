@@ -10,7 +10,7 @@ import json
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +22,8 @@ from lightning_hybrid.comm.stats.phases import Phase, StepPhases
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 # Maximum number of events in a timeline (about 100 MB of JSON). The counters continue after that.
+_NOTHING = nullcontext()
+
 MOST_EVENTS = 500_000
 
 
@@ -108,13 +110,15 @@ class CommTrace:
         if self.phases is not None:
             self.phases.enter(phase)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Count the time within the block as waiting for other ranks, if phases are measured."""
         if self.phases is None:
-            yield
-            return
-        phase = self.phases.current
+            return _NOTHING
+        return self._wait_phase(self.phases)
+
+    @contextmanager
+    def _wait_phase(self, phases: StepPhases) -> Iterator[None]:
+        phase = phases.current
         self.enter(Phase.WAIT)
         try:
             yield
