@@ -21,9 +21,9 @@ from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.phases import Phase, StepPhases
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
-# Maximum number of events in a timeline (about 100 MB of JSON). The counters continue after that.
 _NOTHING = nullcontext()
 
+# Maximum number of events in a timeline (about 100 MB of JSON). The counters continue after that.
 MOST_EVENTS = 500_000
 
 
