@@ -342,8 +342,8 @@ class ExactResume:
 
         The checkpoint was saved after that batch, before the loop asked for another one.
         """
-        if not self.traits.own_streams:
-            return
+        if self.is_stream or not self.traits.own_streams:
+            return  # the sampler of a stream has no end
         epochs = self.traits.epochs()
         self.traits.set_epochs(state["sampler_epochs"], state["epoch"])
         self._restore_streams(state["own"]["streams"])

@@ -231,7 +231,7 @@ class ResumableJoinedLoader(JoinedLoopLoader):
             ValueError: The loaders of some ranks had ended, and the number of ranks has changed.
         """
         self.exact_resume.load_state_dict(state_dict)
-        of_ranks: Mapping[int, Mapping[str, Any]] = state_dict["of_ranks"]
+        of_ranks: Mapping[int, Mapping[str, Any]] = state_dict.get("of_ranks", {})
         ended = [rank for rank, own in of_ranks.items() if own.get(_HAS_ENDED, False)]
         if not ended or len(ended) == len(of_ranks):
             return

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.data.random_streams import SeededStreams
@@ -462,6 +468,41 @@ def test_a_loop_saved_after_the_last_batch_of_an_epoch_continues_with_the_order_
     (resumed,) = one_rank.run(loop_with_own_generator, path, True, num_workers)
     assert sorted(number for batch in whole[3:] for number in batch) == list(range(12))
     assert resumed == whole[3:]
+
+
+class SizedStream(IterableDataset):
+    """Stream with a length, whose loader has a generator of its own."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Any:
+        return iter(range(12))
+
+
+def loop_over_a_sized_stream(path: str, is_resumed: bool) -> list[list[int]]:
+    fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=1)
+    fabric.launch()
+    generator = torch.Generator().manual_seed(5)
+    loader = fabric.setup_dataloaders(DataLoader(SizedStream(), batch_size=4, generator=generator))
+    if is_resumed:
+        fabric.load(path, {"loader": loader})
+    read = []
+    for batch in loader:
+        read.append(batch.tolist())
+        if len(read) == 3 and not is_resumed:
+            fabric.save(path, {"loader": loader})
+    fabric.strategy.teardown()
+    return read
+
+
+@pytest.mark.filterwarnings("ignore:The training loader does not resume exactly")
+def test_a_stream_saved_after_its_last_batch_begins_again_at_once(one_rank, tmp_path):
+    """Its sampler never ends, so nothing is drawn from it."""
+    path = f"{tmp_path}/3.ckpt"
+    (whole,) = one_rank.run(loop_over_a_sized_stream, path, False, timeout_s=30.0)
+    (resumed,) = one_rank.run(loop_over_a_sized_stream, path, True, timeout_s=30.0)
+    assert resumed == whole
 
 
 def continued_loop(folder: str, batch_size: int) -> list[list[int]]:
