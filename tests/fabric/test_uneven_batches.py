@@ -97,8 +97,7 @@ def test_loaders_without_a_length(four_ranks, train):
     check(four_ranks.run(play, partial(loop, train)), FP32_ERROR)
 
 
-def test_under_ddp_the_loop_fails_or_leaves_samples_out():
-    """Fabric's `ddp` has no such loop, so its strategy is asked for the option by name."""
+def test_a_strategy_without_the_option_refuses_to_join_a_loader():
     strategy = HybridAllReduceStrategy()
     with pytest.raises(ValueError, match=r"^`uneven_batches` \(='error'\) must be 'join' for join"):
         strategy.join_loader([])
