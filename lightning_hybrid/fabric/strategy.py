@@ -267,8 +267,8 @@ class FabricHybridAllReduce(_Base):
     ) -> JoinedLoopLoader:
         """Return a training loader with which ranks that run out of batches join the remaining steps of an epoch.
 
-        The result yields the same number of batches on every rank. `fabric.backward` then computes the gradients of the mean over
-        the samples of all ranks, so that each loss must be the mean over the samples of its batch:
+        The result yields the same number of batches on every rank. Each loss must be the mean over the samples of its
+        batch. `fabric.backward` then computes the gradient of the mean over the samples of all ranks:
 
             gradient = sum over ranks of (samples of the rank * gradient of its loss) / (samples of all ranks)
 
