@@ -73,6 +73,7 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
     # The old file has this second name until the new one is durable, so that one of them exists at any moment.
     old = path.with_name(f".{path.name}.old")
     sink: _ChecksumFile | None = None
+    is_moved = False  # Whether the old file was renamed, because the file system has no hard links.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
@@ -81,14 +82,20 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
                 torch.save(checkpoint, cast(IO[bytes], sink))
                 sink.finish()
                 sync(file)
-            has_old = keep_previous and _link_old(path, old)
+            has_old = keep_previous and path.is_file() and not path.is_symlink()
+            has_link = has_old and _link(path, old)
+            if has_old and not has_link:
+                os.replace(path, previous_of(path))
+                is_moved = True
         sync_directory(path.parent)
         # The new file now survives a power failure, so the previous one may be replaced.
-        if has_old:
+        if has_link:
             os.replace(old, previous_of(path))
             sync_directory(path.parent)
     except BaseException as error:
         remove_quietly(old)
+        if is_moved and not path.exists():
+            os.replace(previous_of(path), path)
         cause = _cause_of_failed_write(error, sink)
         if cause is None:
             raise
@@ -173,20 +180,12 @@ class _ChecksumFile:
             raise
 
 
-def _link_old(path: Path, old: Path) -> bool:
-    """Create a hard link `old` to the file at `path`, and return whether it was created.
-
-    Without hard links, the file is renamed to `previous_of(path)`.
-    """
-    if not path.is_file() or path.is_symlink():
-        return False
-    remove_quietly(old)
+def _link(path: Path, link: Path) -> bool:
+    """Create a hard link to a file, and return False if the file system does not support hard links."""
+    remove_quietly(link)
     try:
-        os.link(path, old)
-    except (
-        OSError
-    ):  # The file system has no hard links, so the file has only its new name for a moment.
-        os.replace(path, previous_of(path))
+        os.link(path, link)
+    except OSError:
         return False
     return True
 

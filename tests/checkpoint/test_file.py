@@ -182,14 +182,38 @@ def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, mon
     assert moment > 10
 
 
-def test_without_hard_links_one_of_both_names_is_always_there(tmp_path, monkeypatch):
-    def none(*args):
+def refuse_links(monkeypatch):
+    def refuse(*args):
         raise PermissionError
 
-    monkeypatch.setattr(os, "link", none)
+    monkeypatch.setattr(os, "link", refuse)
+
+
+def test_without_hard_links_the_previous_file_is_renamed(tmp_path, monkeypatch):
+    refuse_links(monkeypatch)
     for step in (1, 2, 3):
         cf.write_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
     assert (step_in(tmp_path / "last.ckpt"), step_in(tmp_path / "last.previous.ckpt")) == (3, 2)
+
+
+def test_without_hard_links_a_failed_write_restores_the_name_of_the_old_file(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "last.ckpt"
+    cf.write_checkpoint(checkpoint(1), path)
+    refuse_links(monkeypatch)
+    replace = os.replace
+
+    def refuse_new_file(source, target):
+        if str(source).endswith(".part"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse_new_file)
+    with pytest.raises(CheckpointWriteError, match="The previous checkpoint at this path"):
+        cf.write_checkpoint(checkpoint(2), path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert step_in(path) == 1
 
 
 @pytest.mark.parametrize(
