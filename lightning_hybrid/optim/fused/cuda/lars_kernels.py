@@ -14,9 +14,9 @@ three branches, which depends on the memory of its chunk:
     otherwise                                               masks
 
 DDP packs gradients without padding. A bias of odd length therefore misaligns the gradients after it, and only these
-are slower. `STATE` is the dtype of the arithmetic. Scalars that may change between steps (learning rate, scale, found_inf)
-are read on the device. As arguments they would be constants in a captured graph, and Triton would compile a separate
-kernel for the value 1.
+are slower. `STATE` is the dtype of the arithmetic. Scalars that may change between steps (learning rate, scale,
+found_inf) are read on the device. As arguments they would be constants in a captured graph, and Triton would compile
+a separate kernel for the value 1.
 
 With `TRITON_INTERPRET=1` set before Python starts, the kernels run on CPU tensors, one program after another. The
 interpreter (Triton 3.9) truncates in a bfloat16 store, whereas a GPU rounds to nearest.
