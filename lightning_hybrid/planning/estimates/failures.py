@@ -7,8 +7,8 @@
     M   mean time between failures of the whole job      c   a checkpoint     W   work without failures
     R   detection and restart                            r   detection and rejoin
 
-An elastic run loses no step, because the other nodes continue with their state. The model ignores that the run has
-fewer nodes for a while. Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps".
+An elastic run loses no step, because the other nodes continue with their state. The model ignores that the run then
+has fewer nodes for a while. Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps".
 Failures occur at random at a constant rate.
 """
 
