@@ -8,8 +8,8 @@
     R   detection and restart                            r   detection and rejoin
 
 An elastic run loses no step, because the other nodes continue with their state. The model ignores that the run then
-has fewer nodes for a while. Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps".
-Failures occur at random at a constant rate.
+has fewer nodes for a while. Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
+dumps". Failures occur at random at a constant rate.
 """
 
 from __future__ import annotations
