@@ -1,4 +1,4 @@
-"""Quick start: two processes train, one is killed, and the run resumes bit for bit.
+"""Quick start that trains with two processes, kills one of them, and resumes the run bit for bit.
 
 Run `python quickstart.py`.
 """
