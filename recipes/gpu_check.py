@@ -1,4 +1,4 @@
-"""Checks of training, several ranks, failures, streams and speed on the GPUs of a machine.
+"""Checks of this library on the GPUs of a machine: training, several ranks, failures, streams and speed.
 
   out=gpu_check       folder for report.json, report.html and gpu_report.zip, written after each check
   minutes=50          time for all checks; checks that do not fit in are skipped

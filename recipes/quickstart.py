@@ -1,4 +1,4 @@
-"""Quick start that trains with two processes, kills one of them, and resumes the run bit for bit.
+"""Quick start: train with two processes, kill one of them, and resume the run bit for bit.
 
 Run `python quickstart.py`.
 """

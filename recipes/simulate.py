@@ -1,4 +1,4 @@
-"""Command that predicts the duration, cost and memory of a training run before you rent hardware.
+"""Command that predicts the duration, cost and memory of a training run.
 
 Run `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`.
 """

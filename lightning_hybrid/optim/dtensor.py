@@ -158,7 +158,7 @@ class ShardSums:
     def _columns_of(
         self, locals_: Sequence[Tensor], device: torch.device
     ) -> list[tuple[_Group, Tensor | None]]:
-        """Return each process group with the indices of the columns that it all-reduces (None for all columns)."""
+        """Return each process group with the indices of the columns that it all-reduces, or None for all."""
         key = (tuple(map(id, locals_)), device)
         if key not in self._columns:
             self._columns[key] = self._sort_columns(locals_, device)

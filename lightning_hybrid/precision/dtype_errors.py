@@ -1,4 +1,4 @@
-"""Detection of errors that are caused by half-precision dtypes, and a note that explains how to fix them.
+"""Detection of errors that are caused by half-precision dtypes, with a note on how to fix them.
 
 Trained parameters are in half precision inside of a step. An operation that does not support half precision, or that
 needs equal dtypes, then raises an error which does not name this cause.

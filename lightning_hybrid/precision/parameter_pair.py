@@ -112,7 +112,7 @@ class ParameterPair:
         self.parameter.grad = gradient
 
     def hide_gradient(self) -> None:
-        """Set the gradient to None, so that the next backward creates a half-precision gradient."""
+        """Set the gradient to None, so that the next backward pass creates a half-precision gradient."""
         self.parameter.grad = None
         self.parameter.grad_dtype = self.dtype  # Backward casts gradients to this dtype.
 

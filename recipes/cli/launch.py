@@ -221,7 +221,7 @@ def _given(key: str) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the torch device with this name, or, if it is None, CUDA if available and otherwise the CPU.
+    """Convert a device name to a torch device. None selects CUDA if available, and otherwise the CPU.
 
     Raises:
         ValueError: The device does not exist.

@@ -1,4 +1,4 @@
-"""CSV logger whose file has no duplicate or missing rows after a run is resumed."""
+"""CSV logger that resumes without duplicate or missing rows."""
 
 from __future__ import annotations
 

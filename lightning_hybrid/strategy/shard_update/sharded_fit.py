@@ -128,7 +128,7 @@ class ShardedFit:
         self._lent.callback(after.remove)
 
     def _take_in(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer with which user code has replaced another one during training."""
+        """Prepare a new optimizer that user code has put in place of another one during training."""
         is_known = any(optimizer is known_optimizer for known_optimizer in self._optimizers)
         if not is_known and self._shards_of(optimizer):
             self._prepare_optimizer(optimizer)
@@ -241,7 +241,7 @@ class ShardedFit:
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Return a context for an optimizer step on this rank's shards, which finally gathers the new weights.
+        """Return a context for an optimizer step on this rank's shards. On exit, it gathers the new weights.
 
         Collective: every rank must enter it, in the same order.
         """

@@ -1,4 +1,4 @@
-"""Context that gives weight-averaging callbacks full fp32 weights although master weights are sharded."""
+"""Context that shows full fp32 weights to weight-averaging callbacks if master weights are sharded."""
 
 from __future__ import annotations
 

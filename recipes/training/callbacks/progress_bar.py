@@ -73,13 +73,13 @@ class _LoggedValues(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Update the metrics shown, only at logged steps, when `TrainingMetrics` has copied them to the host."""
+        """Update the displayed metrics at logged steps, when `TrainingMetrics` has copied them to the host."""
         if is_logged_step(trainer):
             self._read(trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Update the metrics shown, after validation."""
+        """Update the displayed metrics after validation."""
         if not trainer.sanity_checking:
             self._read(trainer, pl_module)
         super().on_validation_end(trainer, pl_module)

@@ -169,7 +169,7 @@ class NativeLars(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Sum the squares of weights and gradients, and return 1.0 if a gradient is inf or nan, else 0.0.
+        """Sum the squares of weights and gradients, and return 1.0 if a gradient contains inf or nan, else 0.0.
 
         See `Engine`.
         """
@@ -249,7 +249,7 @@ class NativeLamb(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Sum the squares of gradients, and return 1.0 if a gradient is inf or nan, else 0.0.
+        """Sum the squares of gradients, and return 1.0 if a gradient contains inf or nan, else 0.0.
 
         See `Engine`.
         """

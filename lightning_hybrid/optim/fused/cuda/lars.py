@@ -132,7 +132,7 @@ class KernelLars(Engine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Sum the squares for all norms, and set `found_inf_out` if a gradient is inf or nan.
+        """Sum the squares for all norms, and set `found_inf_out` if a gradient contains inf or nan.
 
         See `Engine`.
         """
@@ -262,7 +262,7 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 
 def try_out(device: torch.device | str = "cuda") -> None:
-    """Compile and launch a small test kernel, which raises Triton's error if Triton does not work."""
+    """Compile and launch a small test kernel, which raises an error if Triton does not work."""
     options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
     first_chunk = torch.zeros(2, dtype=torch.int32, device=device)
