@@ -1,4 +1,4 @@
-"""Start-up code that every command imports first: import path, threads and command line.
+"""Start-up code that every command imports first, for import path, threads and command line.
 
 `recipes` is not installed as a package. Python puts the folder of a script first on its path, so the commands find this
 module there.
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
 if _program.stem == "simulate":
-    gc.disable()  # garbage collection would take a tenth of the time of `simulate`, which is mostly imports
+    gc.disable()  # Garbage collection would take a tenth of the time of `simulate`, which consists mostly of imports.
 if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
     from recipes.cli import usage
 

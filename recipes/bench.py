@@ -45,7 +45,7 @@ SECTIONS = ("allreduce", "parts", "steps")
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
-    """Run the benchmarks on all ranks.
+    """Run the configured benchmarks on all ranks.
 
     Rank zero prints each result as soon as it is measured, and writes the report at the end.
     """
@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> None:
         for name in (
             "lightning.pytorch",
             "lightning.fabric",
-        ):  # they print a line about devices for every fit
+        ):  # because they print a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors(cfg):
             config_check.check(cfg, KEYS)

@@ -25,7 +25,7 @@ KEYS = {
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="pack")
 def main(cfg: DictConfig) -> None:
-    """Pack a dataset into shards. With `check=true`, only verify the checksums of existing shards."""
+    """Pack a dataset into shards, or verify the checksums of existing shards if `check=true`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         packing = instantiate(cfg.packing)

@@ -1,4 +1,4 @@
-"""Quick start: two processes train, one is killed, and the run resumes bit for bit.
+"""Quick start: train with two processes, kill one of them, and resume the run bit for bit.
 
 Run `python quickstart.py`.
 """

@@ -1,4 +1,4 @@
-"""Prediction of a training run's duration, cost and memory before hardware is rented.
+"""Command that predicts the duration, cost and memory of a training run.
 
 Run `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`.
 """
@@ -74,14 +74,14 @@ KEYS: dict[str, Any] = {
 
 
 def network_of(cfg: DictConfig) -> nn.Module:
-    """Build the configured network without allocating its weights, because only the shapes are needed."""
+    """Build the configured network on the meta device, because only its shapes are needed."""
     with WithoutValues():
         network: nn.Module = instantiate(cfg.model)
     return network
 
 
 def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
-    """Return the images per second of one device, and whether this is an estimate from its peak FLOP/s.
+    """Return the images per second of one device, and whether they are estimated from its peak FLOP/s.
 
     Args:
         cfg: Configuration of the command.
@@ -160,7 +160,7 @@ def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
 
 
 def given_keys(cfg: DictConfig) -> set[str]:
-    """Return the keys that were set on the command line, plus `images_per_s` if it is configured."""
+    """Return the keys set on the command line, and also `images_per_s` if it is configured."""
     keys = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
     if cfg.images_per_s is not None:
         keys.add("images_per_s")
@@ -183,7 +183,7 @@ def report_of(cfg: DictConfig) -> SimulationReport:
 
 
 def comparison(cfg: DictConfig) -> str:
-    """Simulate the same run on several clusters, and return a table with the cheapest run first.
+    """Simulate a run on several clusters, and return a table with the cheapest cluster first.
 
     Raises:
         ValueError: The numbers of clusters and prices differ.

@@ -23,7 +23,7 @@ KEYS: dict[str, Any] = {"study": dict, "num_workers": Count, "run_dir": str}
 
 
 def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
-    """Return one tuning and one final run per variant and batch size, to validate them before training."""
+    """Return a tuning run and a final run for each variant and batch size, to validate them in advance."""
     requests = []
     for cell in plan.cells:
         point = plan.points(cell)[0]
@@ -36,7 +36,7 @@ def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
 
 
 def say(line: str) -> None:
-    """Print a line and flush the output."""
+    """Print a line immediately, by flushing the output."""
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Command that trains a network: `python recipes/train.py`, followed by overrides of `conf/train.yaml`."""
+"""Command that trains a network: `python recipes/train.py`, with overrides of `conf/train.yaml`."""
 
 import _path  # noqa: F401
 import hydra
@@ -15,7 +15,7 @@ from recipes.training.build import build
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
-    """Train the network, test it and return the test accuracy, by which Hydra sweeps compare jobs."""
+    """Train and test the network, and return the test accuracy, by which Hydra sweeps compare jobs."""
     with launch.job(cfg) as trainers:
         with launch.short_errors(cfg):
             ckpt_path = resume.checkpoint(cfg)

@@ -74,7 +74,7 @@ KEYS: dict[str, Any] = {
 
 
 def check_tune_keys(cfg: DictConfig) -> None:
-    """Raise if the configuration is invalid for a measurement. Call it before the ranks start.
+    """Raise if the configuration does not allow a measurement, before any ranks are started.
 
     Raises:
         ValueError: A value is missing or invalid, there is only one rank, or the folder is not writable.
@@ -123,12 +123,12 @@ def configured_work(cfg: DictConfig) -> StepWorkload:
 
 
 def connecting_strategy(timeout_s: float) -> DDPStrategy:
-    """Create the DDP strategy with which Fabric connects the ranks, given a timeout in seconds."""
+    """Create the DDP strategy with which Fabric connects the ranks, with a timeout in seconds."""
     return DDPStrategy(timeout=timedelta(seconds=timeout_s))
 
 
 def end_with_parent() -> None:
-    """Start a thread that ends this rank within a second after its parent process has ended.
+    """Start a thread that ends this process within a second after its parent process has ended.
 
     Otherwise the rank would keep waiting for ranks that no longer exist. Local rank zero starts no thread.
     """
@@ -168,12 +168,12 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
 
 
 def words_of(cfg: DictConfig, network: str) -> TuneWords:
-    """Extract the names and settings that the report shows from the configuration."""
+    """Extract the names and settings for the report from the configuration."""
     return TuneWords(name=cfg.name, network=network, about=cfg.about, num_shown=cfg.num_shown)
 
 
 def usage_lines(folder: Path, name: str) -> str:
-    """Format example commands that use the files that this command wrote."""
+    """Format example commands that use the files written by this command."""
     return "\n".join(
         [
             f"written to {folder.resolve()}; use it by",

@@ -1,4 +1,4 @@
-"""Trust ratios of LARS and LAMB for logging, which are computed on request."""
+"""Computation of the trust ratios of LARS and LAMB, for logging."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from lightning_hybrid.optim.trust_ratio import (
 def trust_ratios(
     optimizer: Optimizer, *, grad_scale: Tensor | None = None
 ) -> list[dict[Tensor, Tensor]]:
-    """Compute the trust ratio of each parameter, as one dictionary per parameter group.
+    """Compute the trust ratio of each parameter, and return one dictionary per parameter group.
 
-    The dictionaries map parameters to ratios. A ratio is a 0-dim tensor. It is the q of the optimizer's
-    docstring, before any bound, for the current weights, gradients and moments. Before a step of LARS it is
-    the ratio of that step. After a step it differs by about the relative size of the step. Excluded groups,
-    tensors without gradient or state (LAMB before its first step) and other optimizers have no ratio.
-    Nothing is changed, and the host does not wait for the device.
+    Each dictionary maps parameters to their ratios, which are 0-dim tensors. A ratio is the value q in the
+    docstring of the optimizer, before any bound is applied, for the current weights, gradients and moments.
+    If you call the function before a step of LARS, you get the ratios that the step will use. After the step
+    they differ by about the relative size of the step. There is no ratio for excluded groups, for tensors
+    without gradient or state (LAMB before its first step), or for other optimizers. The function changes
+    nothing, and the host does not wait for the device.
 
     If ranks share an update (`LayerwiseOptimizer.parts`, DTensors), ratios are computed from the full
     tensors. Collective in this case: every rank that holds shards must call it, in the same order.
 
     Args:
         optimizer: Optimizer of any type.
-        grad_scale: Loss scale by which the gradients are still multiplied, 0-dim. None: 1. LAMB does not
-            read gradients.
+        grad_scale: Loss scale by which the gradients are still multiplied, as a 0-dim tensor. None means that the
+            gradients are not scaled. The ratios of LAMB do not depend on it.
 
     >>> weight, bias = torch.nn.Parameter(torch.tensor([3.0, 4.0])), torch.nn.Parameter(torch.ones(1))
     >>> groups = [{"params": [weight]}, {"params": [bias], "trust_ratio": False}]
@@ -84,7 +85,7 @@ def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor
 
 
 def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, list[Tensor]]:
-    """Compute the norms of the full tensors for all sharded parameters.
+    """Compute the norms of the full tensors of all sharded parameters.
 
     Collective: every rank that holds shards must call it, in the same order.
     """
@@ -158,7 +159,7 @@ def _lamb_ratio(
 
 
 def _step_of(state: dict[str, Any]) -> float | Tensor:
-    """Return a LAMB step count, as a number if it is on the CPU, else as a float64 tensor."""
+    """Return a step count of LAMB as a Python number, or as a float64 tensor if it is not on the CPU."""
     step: Tensor = state["step"]
     if step.device.type == "cpu":
         return step.item()

@@ -1,7 +1,7 @@
 """Optimizer steps on DTensor parameters (FSDP2, tensor parallelism), with norms of the full tensors.
 
-A step of LARS or LAMB is elementwise except for the norms. So each rank updates its shards as plain
-tensors. Only sums of squares are all-reduced over the ranks that hold the other shards. These are a
+Except for the norms, a step of LARS or LAMB is elementwise, so each rank updates its shards as plain
+tensors. Only the sums of squares are all-reduced over the ranks that hold the other shards. They are a
 few float64 numbers per tensor, and one all-reduce per process group covers all tensors.
 
     placement on a dimension of the mesh      sums of squares
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from lightning_hybrid.optim.gradients import param_name
 
-# A process group, and the type of device on which it reduces.
+# A process group, and the device type of the tensors that it all-reduces.
 _Group = tuple[dist.ProcessGroup, str]
 
 
 def is_dtensor(value: Any) -> bool:
     """Return whether `value` is a DTensor."""
-    # The module is not imported here, which would take a second. If there is a DTensor, it has been imported.
+    # Importing the module here would take a second. If there is a DTensor, it has already been imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -55,7 +55,7 @@ def has_dtensors(groups: Iterable[dict[str, Any]]) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
-    # Distinct types are checked, because every step of every optimizer calls this function.
+    # Each distinct type is checked once to save time, because every step of every optimizer calls this function.
     param_types: set[type] = set()
     for group in groups:
         param_types.update(map(type, group["params"]))
@@ -63,7 +63,7 @@ def has_dtensors(groups: Iterable[dict[str, Any]]) -> bool:
 
 
 def check_placements(group: dict[str, Any]) -> None:
-    """Raise an error if the placements of a DTensor parameter do not allow an update of its shards.
+    """Raise `ValueError` if the shards of a DTensor parameter cannot be updated separately.
 
     Raises:
         ValueError: A parameter is Partial on a dimension of its mesh, or sharded although the rule needs full matrices.
@@ -89,7 +89,7 @@ def check_placements(group: dict[str, Any]) -> None:
 
 
 class ShardSums:
-    """All-reduce of values that each rank computes from its shards of DTensors.
+    """Reducer that combines values across ranks, which each rank has computed from its DTensor shards.
 
     Args:
         params: Parameter of each local tensor, as in `local_shards`.
@@ -97,8 +97,8 @@ class ShardSums:
 
     def __init__(self, params: dict[Tensor, Any]) -> None:
         self._groups: dict[Tensor, list[_Group]] = {}
-        # The columns that each group all-reduces, by the tensors of a table. They are cached, because the host waits
-        # when it sends indices to a GPU.
+        # The columns that each group all-reduces, keyed by the tensors of a table. They are cached, because the host
+        # would wait each time it sends indices to a GPU.
         self._columns: dict[Any, list[tuple[_Group, Tensor | None]]] = {}
         for local, param in params.items():
             if is_dtensor(param):
@@ -158,7 +158,7 @@ class ShardSums:
     def _columns_of(
         self, locals_: Sequence[Tensor], device: torch.device
     ) -> list[tuple[_Group, Tensor | None]]:
-        """Return each process group with the indices of its columns to all-reduce, or None for all."""
+        """Return each process group with the indices of the columns that it all-reduces, or None for all."""
         key = (tuple(map(id, locals_)), device)
         if key not in self._columns:
             self._columns[key] = self._sort_columns(locals_, device)
@@ -182,7 +182,7 @@ class ShardSums:
 
 
 def _sharding_groups(param: Any) -> list[_Group]:
-    """Return the process groups over which a DTensor is sharded, each with its mesh's device type."""
+    """Return the process groups over which a DTensor is sharded, each with the device type of its mesh."""
     # If parameters are offloaded to the host, their mesh still has the device type of the accelerator.
     mesh = param.device_mesh
     groups: list[_Group] = []
@@ -223,7 +223,7 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
             if "step" in view.state[local]:
                 optimizer.state[param]["step"] = view.state[local]["step"]
 
-    # A DTensor does not notice writes to its shard. Without this, backward would silently use a changed weight.
+    # A DTensor does not notice writes to its shard. Without this, backward would silently use the changed weight.
     written = []
     for (local, param), version in zip(sharded.items(), versions, strict=True):
         if local._version != version:
@@ -289,7 +289,7 @@ def _refresh(optimizer: Any, view: Any) -> None:
 
 
 def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
-    """Return a parameter's local tensor, which is `local` itself if its memory is unchanged."""
+    """Return a parameter's local shard, reusing the tensor `local` if it still refers to the same memory."""
     if not is_dtensor(param):
         return param
     shard = local_shard(param)
@@ -305,7 +305,7 @@ def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
 
 
 def _state_lists(optimizer: Any, view: Any, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-    """Return lists of the optimizer state of local tensors, like `LayerwiseOptimizer.state_lists`."""
+    """Return the optimizer state of local tensors, in the format of `LayerwiseOptimizer.state_lists`."""
     for local in params:
         for key in keys:
             # State that the rule has added to the view, such as the step count of LAMB, has no shards.
@@ -319,7 +319,7 @@ def _state_lists(optimizer: Any, view: Any, params: list[Tensor], *keys: str) ->
 
 
 def _local_grad(param: Any) -> Tensor | None:
-    """Return this rank's shard of the gradient, with the placements of the parameter."""
+    """Return this rank's shard of the gradient, redistributed to the placements of the parameter."""
     grad: Any = param.grad
     if grad is None:
         return None

@@ -1,4 +1,4 @@
-"""Operations on lists of tensors, for the steps of LARS and LAMB without fused kernels."""
+"""Multi-tensor operations for LARS and LAMB steps that do not use fused kernels."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def copied(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Copy a list of tensors in one launch, and convert them to `dtype` unless it is None."""
+    """Copy a list of tensors with one kernel launch, and convert the copies to `dtype` unless it is None."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies

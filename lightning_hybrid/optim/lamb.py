@@ -1,4 +1,4 @@
-"""LAMB optimizer, which is AdamW with each layer's step proportional to the norm of its weights."""
+"""LAMB optimizer, a variant of AdamW that scales each layer's step to the norm of its weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -219,7 +219,7 @@ class LAMB(LayerwiseOptimizer):
     def _vectors_of_update(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Update the moments of a parameter shard, and return the vectors w and u of its trust ratio."""
+        """Update the moments of a parameter shard, and return the vectors w and u for its trust ratio."""
         # The moments of all shards are updated before the first weight, so that the norms of all u need one all-reduce.
         (step,) = self._update_moments(group, [param], [grad])
         self._part_steps[param] = step
@@ -229,7 +229,7 @@ class LAMB(LayerwiseOptimizer):
     def _update_moments(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> list[float | Tensor]:
-        """Update both moments with the gradients, count the step, and return the step counts."""
+        """Update both moments with the gradients, increment the step counts, and return them."""
         scaling = self._scaling.to(params[0].device)
         clip_factor = self._clip_factor
         if clip_factor is not None:
@@ -359,7 +359,7 @@ def lamb_updates(
     *,
     group: dict[str, Any],
 ) -> list[Tensor]:
-    """Compute the updates u of `LAMB` for tensors of one device and dtype.
+    """Compute the updates u of `LAMB` for tensors that have the same device and dtype.
 
     Args:
         params: Weights.

@@ -1,4 +1,4 @@
-"""LARS optimizer, which is SGD with each layer's step proportional to the norm of its weights."""
+"""LARS optimizer, a variant of SGD that scales each layer's step to the norm of its weights."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -238,7 +238,7 @@ class LARS(OrthogonalStep):
     def _vectors(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Return the vectors of a parameter shard whose norms the trust ratio needs."""
+        """Return the vectors of a parameter shard whose norms determine its trust ratio."""
         if group["direction"] == "orthogonal":
             refuse_part(part)
         return lars_vectors(param, grad, part, group=group, scaling=self._scaling.to(param.device))
@@ -277,7 +277,7 @@ def lars_vectors(
     group: dict[str, Any],
     scaling: GradScaling = UNSCALED,
 ) -> list[ShardedVector]:
-    """Return the vectors of a parameter shard whose norms `lars_ratios` needs.
+    """Return the vectors of a parameter shard whose norms are inputs of `lars_ratios`.
 
     There are no vectors if the trust ratio is off.
     """

@@ -176,7 +176,7 @@ class LayerwiseOptimizer(Optimizer):
                 )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        """Update parameters that have the same device and dtype by one step.
+        """Apply one step to parameters that have the same device and dtype.
 
         `grads` must not be changed.
         """
@@ -293,7 +293,7 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient by one step, without waiting for the device.
+        """Perform a single optimization step, without waiting for the device.
 
         Gradients are not changed.
 
@@ -365,7 +365,7 @@ class LayerwiseOptimizer(Optimizer):
                 self._update(group, params, grads)
 
     def _check_gradients(self, scaling: GradScaling) -> GradScaling:
-        """Return the scaling with a `found_inf` flag that is set if any gradient is inf or nan."""
+        """Return the scaling with a `found_inf` flag that is set if any gradient contains inf or nan."""
         # There is one check per device and dtype. The results are combined on the first device, and the host does not
         # read them.
         batches: dict[Any, list[Tensor]] = {}
@@ -388,7 +388,7 @@ class LayerwiseOptimizer(Optimizer):
     def _norms_over_ranks(
         self, vectors_of: Callable[[dict[str, Any], Tensor, Tensor, Part], list[ShardedVector]]
     ) -> dict[Tensor, list[Tensor]]:
-        """Return the norms of the full tensor for each parameter of which this rank has a shard.
+        """Return the norms of the full tensors for all parameters of which this rank holds a shard.
 
         It also combines `found_inf` over ranks, so that the step is skipped on all ranks or on none.
 
@@ -428,7 +428,7 @@ class LayerwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if the step itself unscales gradients and skips steps with inf or nan.
+        """True if `step` unscales gradients and skips updates with inf or nan by itself.
 
         GradScaler and Lightning read this attribute.
         """
@@ -442,7 +442,7 @@ class LayerwiseOptimizer(Optimizer):
         return bool(self.param_groups) and bool(self.param_groups[0]["fused"])
 
     def _fused_step(self, is_checked: bool) -> bool:
-        """Run the fused step if it was requested and has kernels, and return whether it has run."""
+        """Run the fused step if it was requested and is available, and return whether it has run."""
         if not self._asks_for_fused():
             return False
         # Created here, because it holds addresses, and a copied or unpickled optimizer does not run `__init__`.

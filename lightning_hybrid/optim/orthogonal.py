@@ -1,4 +1,4 @@
-"""LARS step along the orthogonalised momentum, with Newton-Schulz iterations that ranks can share."""
+"""LARS steps along orthogonalised momentum, which ranks can compute together by Newton-Schulz iterations."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _orthogonal_update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Update parameters of a group with `direction="orthogonal"` by one step.
+        """Apply one step to parameters of a group with `direction="orthogonal"`.
 
         The parameters have the same device and dtype.
         """
@@ -161,7 +161,7 @@ def _muon_size(step: Tensor) -> float:
 
 
 def refuse_part(part: Part) -> NoReturn:
-    """Raise `ValueError`, because a shard of a tensor cannot be orthogonalised."""
+    """Raise `ValueError`, because a single shard of a tensor cannot be orthogonalised."""
     raise ValueError(
         '`direction` (="orthogonal") requires full tensors, because orthogonalization needs the full matrix, but this '
         f"rank has only elements {part.begin} to {part.end} of {part.numel}. Leave `shard_update` out. To divide the "
@@ -181,7 +181,7 @@ def is_matrix(tensor: Tensor) -> bool:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of orthogonalised tensors, which is float16, or float64 for float64 input.
+    """Return the dtype of orthogonalised tensors: float64 for float64 input, and float16 otherwise.
 
     Elements are at most 1.2, and singular values differ from 1 by up to a third. So the rounding of float16
     (5e-4) does not matter, and ranks that share the work send half as many bytes as in float32.
@@ -244,7 +244,7 @@ def orthogonalized_all(
     together: bool,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Orthogonalise many tensors, with the work shared by the ranks of a process group.
+    """Orthogonalise many tensors, sharing the work among the ranks of a process group.
 
     Each rank processes some of the tensors, with about equal `num_flops`, and receives all results of the other
     ranks. Afterwards the results are bitwise equal on all ranks.
@@ -311,7 +311,7 @@ def _exchange(
 
 
 def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
-    """Assign each tensor to a rank, so that all ranks have about equal numbers of operations.
+    """Assign each tensor to a rank so that all ranks perform about the same number of operations.
 
     The costliest tensors are assigned first, each to the rank with the least work. The result is equal on every rank.
 

@@ -185,7 +185,7 @@ def _group_of(
 def _exclusion_reasons(
     model: nn.Module, exclusions: tuple[Exclusion, ...], rules: Collection[Rule]
 ) -> dict[nn.Parameter, tuple[str, str]]:
-    """Return the name of each parameter, with the reason for its exclusion or an empty string."""
+    """Return the name of each parameter and the reason for its exclusion (empty if it is not excluded)."""
     names: dict[nn.Parameter, str] = {}
     reasons: dict[nn.Parameter, str] = {}
     matched: set[int] = set()

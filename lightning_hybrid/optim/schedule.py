@@ -29,7 +29,7 @@ def warmup_polynomial_lr(
     warmup_start_lr: float,
     decay_from: DecayFrom = "warmup_end",
 ) -> Any:
-    """Compute the learning rate of one optimizer step by the rule of `WarmupPolynomialDecay`.
+    """Compute the learning rate of one optimizer step with the formula of `WarmupPolynomialDecay`.
 
     Steps are counted from 0.
 

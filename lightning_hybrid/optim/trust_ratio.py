@@ -1,4 +1,4 @@
-"""Trust ratios, and Euclidean norms that are accurate for values of any magnitude and support sharded tensors."""
+"""Trust ratios, and Euclidean norms that are accurate for tensors of any size, sharded or not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
 
 
 def norm_in_rows(tensor: Tensor) -> Tensor:
-    """Compute the Euclidean norm of a 1-D tensor from the norms of its slices, as a 0-dim float64 tensor.
+    """Compute the Euclidean norm of a 1-D tensor slice by slice, and return a 0-dim float64 tensor.
 
     The relative error is below 1e-6 at any size. The function makes one pass over memory for any dtype.
 
@@ -144,7 +144,7 @@ def combined_norms(norms_of_blocks: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedVector:
-    """Vector that is sharded over ranks, for the computation of its norm.
+    """Vector that is sharded over ranks and whose norm is to be computed.
 
     Attributes:
         part: Shard of the vector that this rank holds.

@@ -59,7 +59,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 class _Received(torch.autograd.Function):
-    """Autograd identity that turns a stage's leaf input into a non-leaf tensor with the same memory.
+    """Autograd function that returns a stage's leaf input as a non-leaf tensor with the same memory.
 
     Only this stage reads the memory, once per micro-batch.
     """
@@ -75,13 +75,13 @@ class _Received(torch.autograd.Function):
 
 @contextmanager
 def plain_backward(parameters: Sequence[nn.Parameter], *, is_last: bool) -> Iterator[None]:
-    """Accumulate gradients in the parameters' dtype within the context, as torch does by default."""
+    """Enter a context in which gradients accumulate in the parameters' dtype, as torch does by default."""
     yield
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSetting:
-    """Position of a stage in its pipeline, and the functions called around its backward passes.
+    """Settings of a pipeline stage, such as its position, its device and the functions that it calls.
 
     Attributes:
         index: Index of the stage.
@@ -107,8 +107,8 @@ class StageSetting:
 class CheckedStage(PipelineStage):
     """Pipeline stage whose gradients are bit-identical to those of gradient accumulation.
 
-    With half precision, gradients are summed in fp32 and rounded once, in the last micro-batch's
-    backward.
+    With half precision, gradients are summed in fp32 and rounded once, in the backward pass of the
+    last micro-batch.
 
     torch's stage only supports tensors that receive a gradient. This class sends all other tensors
     between stages in separate messages.
@@ -138,12 +138,12 @@ class CheckedStage(PipelineStage):
         self._outputs = outputs
         self._input_of = input_of
         self._random_state_of = random_state_of
-        self._microbatch = 0  # index of the micro-batch in forward
+        self._microbatch = 0  # index of the micro-batch whose forward pass is running
         # Tensors without gradient, by micro-batch. torch's stage does not handle them.
         self._received: dict[int, list[Tensor]] = {}
         self._sent: dict[int, list[Tensor]] = {}
 
-        # Without example tensors, torch would run a forward to infer shapes. Only tensors that
+        # Without example tensors, torch would run a forward pass to infer shapes. Only tensors that
         # receive a gradient require one.
         examples = inputs
         if setting.index > 0:
@@ -194,7 +194,7 @@ class CheckedStage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
-        """Run the stage's forward, and set outputs without gradient aside to be sent separately."""
+        """Run the stage's forward pass, and set aside outputs without gradient, which are sent separately."""
         if not self.is_first:
             with_gradient = iter(args)
             without_gradient = iter(self._received.pop(self._microbatch))
@@ -220,7 +220,7 @@ class CheckedStage(PipelineStage):
         return tuple(outputs_with_gradient)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of one micro-batch.
+        """Run the backward pass of one micro-batch.
 
         Shapes are not checked, because autograd gives gradients the shapes and dtypes of the
         inputs.
@@ -231,7 +231,7 @@ class CheckedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
     ) -> Any:
-        """Run the stage's backward, and replace missing gradients of the stage's inputs by zeros.
+        """Run the stage's backward pass, and replace missing gradients of its inputs by zeros.
 
         With half precision, the gradients of parameters are added to those of earlier micro-batches
         in fp32.
@@ -307,7 +307,7 @@ class CheckedStage(PipelineStage):
     def _ops(
         self, op: Any, tensors: Sequence[Tensor], boundaries: Sequence[Boundary], stage: int
     ) -> list[dist.P2POp]:
-        """Return one point-to-point operation per tensor, to or from the rank of a stage."""
+        """Return one point-to-point operation per tensor, which sends it to or receives it from another stage."""
         group = self._setting.group
         peer = dist.get_global_rank(group, self.stage_index_to_group_rank[stage])
         ops = []

@@ -1,4 +1,4 @@
-"""Distribution of the user's network over pipeline ranks, and its restoration after the run."""
+"""Distribution of the user's network across pipeline ranks, and its restoration after the run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class CutModel:
         return zip(blocks, self._owners, strict=True)
 
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Return the averaged models that callbacks hold, each with a list of its blocks."""
+        """Return the averaged models of callbacks, each with a list of its blocks."""
         averages = []
         for model in average_models(self._module.trainer.callbacks):
             averages.append((model.module, blocks_of(model.module, self._of)))
@@ -88,7 +88,7 @@ class CutModel:
         return self.blocks[self.places[index] : self.places[index + 1]]
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Remove the meta tensors within the context, so that the module can be moved to a device."""
+        """Temporarily remove the meta tensors, so that the module can be moved to a device."""
         return self._other_stages[0].hidden()
 
     @property
@@ -100,14 +100,14 @@ class CutModel:
     def whole_on_first(
         self, ranks: PipelineRanks, group: Any, wait_for: Callable[[Callable[[], Any]], Any]
     ) -> Iterator[None]:
-        """Load the whole network on the first rank of a pipeline within the context.
+        """Temporarily load the whole network on the first rank of a pipeline.
 
         Collective: every rank of the pipeline must call it, in the same order.
 
         Args:
             ranks: Position of this rank in its pipeline.
             group: Process group of the pipeline.
-            wait_for: Function that calls a function that waits for other ranks.
+            wait_for: Function that takes and calls a function, which blocks until other ranks respond.
         """
         values: dict[int, Tensor] = {}
         peers = ranks.peers
@@ -144,7 +144,7 @@ class CutModel:
         self.guard.remove()
 
     def ignored_by_ddp(self) -> AbstractContextManager[None]:
-        """Return a context in which Lightning's broadcast of rank zero's weights leaves out the blocks.
+        """Return a context in which Lightning broadcasts only weights outside of the blocks from rank zero.
 
         Each rank holds different blocks.
         """
@@ -186,10 +186,10 @@ def add_cause(error: BaseException, *, stages: str) -> None:
 
 @contextmanager
 def example_hidden(module: Any) -> Iterator[None]:
-    """Set a module's `example_input_array` to None within the context.
+    """Temporarily set a module's `example_input_array` to None.
 
-    With an example, Lightning's model summary, which every Trainer has, and loggers of graphs would
-    run a forward on this rank only.
+    If the module had an example input, Lightning's model summary and loggers of graphs would run a
+    forward pass on this rank only.
 
     Raises:
         ValueError: The attribute cannot be set.
@@ -257,7 +257,7 @@ def _tensors_of(blocks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _whole_values(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy a block's tensors to host memory, with unsliced tensors for tensor-parallel layers."""
+    """Copy a block's tensors to host memory, with the full tensors of tensor-parallel layers."""
     # While a tensor-parallel layer is whole, an attribute of its module hides the parameter of the
     # same name.
     whole_tensors: dict[int, Tensor] = {}

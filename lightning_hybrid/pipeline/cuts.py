@@ -1,4 +1,4 @@
-"""Partition of a sequence of blocks into balanced pipeline stages."""
+"""Division of a sequence of blocks into balanced pipeline stages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BlockProfile:
         Args:
             blocks: Blocks of the network, in order. They stay unchanged, because copies run.
             example: Input of the first block.
-            num_runs: Number of forwards and backwards of each block.
+            num_runs: Number of forward and backward passes of each block.
         """
         seconds = []
         activation_bytes = []
@@ -70,7 +70,7 @@ class BlockProfile:
 
 
 class _BlockRun:
-    """Timed forward and backward of a block, with the number of bytes that autograd saves.
+    """Timed forward and backward pass of a block, which records the number of bytes that autograd saves.
 
     Args:
         block: A copy of the block.
@@ -85,7 +85,7 @@ class _BlockRun:
         ] = {}  # bytes of each storage that autograd saved, by address
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor | tuple[Tensor, ...]]:
-        """Run forward and backward, and return the time in seconds and the outputs."""
+        """Run a forward and a backward pass, and return the time in seconds and the outputs."""
         self._saved_bytes.clear()
         # A block may change its inputs in place.
         arguments = []
@@ -102,7 +102,7 @@ class _BlockRun:
 
     @property
     def activation_bytes(self) -> int:
-        """Number of bytes that autograd saved for backward in the last run, without parameters."""
+        """Number of bytes that autograd saved for the backward pass of the last run, excluding parameters."""
         parameters = {
             parameter.untyped_storage().data_ptr() for parameter in self._block.parameters()
         }
@@ -208,10 +208,10 @@ def balanced_cuts(
 
 
 class _StageCosts:
-    """Time and memory of any candidate stage, given as a range of consecutive blocks.
+    """Calculator of time and memory for candidate stages, each given as a range of consecutive blocks.
 
     A stage has the blocks `begin` to `end` - 1. Time and memory are differences of cumulative sums, so the time of a
-    stage has the same bits in both passes of `balanced_cuts`.
+    stage is bitwise equal in both passes of `balanced_cuts`.
     """
 
     def __init__(

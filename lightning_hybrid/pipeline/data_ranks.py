@@ -1,4 +1,4 @@
-"""Strategy mixin for data-parallel samplers, reductions and run state in pipeline training.
+"""Strategy mixin that adapts samplers, reductions and run state to pipeline training.
 
 The ranks of one pipeline read the same batches and count as one data-parallel rank.
 """
@@ -71,7 +71,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @contextmanager
     def _whole_layers(self) -> Iterator[None]:
-        """Replace sliced tensor-parallel layers by whole layers within the context, as in validation.
+        """Temporarily replace sliced tensor-parallel layers by whole layers, as in validation.
 
         Does nothing unless the trainer is training.
 
@@ -112,7 +112,7 @@ class DataRanksMixin(HybridAllReduce):
         return dataclasses.replace(status, replica_group=self._data_group, own_state=own_state)
 
     def _allowed(self) -> AbstractContextManager[None]:
-        """Return a context that allows state dicts with only this rank's stages."""
+        """Return a context in which state dicts may contain only this rank's stages."""
         return nullcontext() if self._cut is None else self._cut.guard.allowed()
 
     def on_validation_start(self) -> None:
@@ -151,7 +151,7 @@ class DataRanksMixin(HybridAllReduce):
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decided True, or with `all=False` whether any rank did.
+        """Return whether the decision is True on all ranks, or on at least one rank if `all` is False.
 
         Collective: every rank must call it, in the same order.
         """

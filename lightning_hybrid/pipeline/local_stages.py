@@ -1,4 +1,4 @@
-"""Pipeline stages of one rank, comparisons with other ranks, and the forward through all stages."""
+"""Pipeline stages of one rank, with comparisons between ranks and a forward pass through all stages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stages:
         self._boundaries: dict[Any, list[Boundaries]] = {}
 
     def set_last_backward(self, is_last: bool) -> None:
-        """Record whether the next backward is the last one of its stage in the current step."""
+        """Record whether the next backward pass is the last one of its stage in the current step."""
         self.require_backward_grad_sync = is_last
 
     # ---- agreement -----------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def _boundaries_of(inputs: Callable[[], tuple[Tensor, ...]]) -> Boundaries:
 def _result_or_error(
     find: Callable[[], Boundaries | str],
 ) -> Boundaries | str:
-    """Call `find`, and return its result or the text of its error."""
+    """Call `find`, and return its result, or the error message if it raises."""
     try:
         return find()
     except Exception as error:

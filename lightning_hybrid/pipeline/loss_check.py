@@ -1,8 +1,8 @@
-"""Check that the first micro-batch's loss in stages equals its loss with the whole network.
+"""Check that the pipeline and the whole network compute the same loss for the first micro-batch.
 
 Some code is not part of any stage, such as operations in `forward` outside of the blocks, or features that a hook
-stores. A pipeline would silently leave this code out of training. Therefore the rank of the first stage holds the
-whole network for one forward, and both losses must agree.
+stores. A pipeline would silently leave this code out of training. Therefore the rank of the first stage loads the
+whole network for one forward pass, and both losses must agree.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: float) -> None:
-    """Raise if a micro-batch's loss in stages differs from the loss with the whole network.
+    """Raise if the pipeline and the whole network compute different losses for a micro-batch.
 
     Raises:
         ValueError: The losses differ, or the loss depends on module state that each micro-batch changes.
@@ -111,7 +111,7 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
 def is_close(first_loss: float, second_loss: float, eps: float) -> bool:
     """Return whether two losses are equal up to rounding.
 
-    Rounding differs, for example, with the order of additions.
+    Rounding differs, for example, if values are added in another order.
 
     Two losses that are both not finite count as equal.
 
@@ -131,7 +131,7 @@ def in_stages(
     places: Sequence[int],
     random_state_of: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Run the whole network within the context with the same random numbers as its pipeline stages.
+    """Temporarily make the whole network draw the same random numbers as its pipeline stages.
 
     A user's `forward` may call the layers of a block instead of the block itself. Therefore a stage
     also begins at the first call of a layer that only this stage contains.

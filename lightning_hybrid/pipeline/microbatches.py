@@ -1,4 +1,4 @@
-"""Micro-batches of a pipeline, and calls of the user's `training_step` around its stages.
+"""Splitting of batches into micro-batches, and calls of the user's `training_step` on them.
 
     first stage     training_step(micro-batch) up to the call of the network        -> the network's input
     last stage      training_step(micro-batch) with the stage's output at that call -> the loss, nothing logged
@@ -79,7 +79,7 @@ def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
 
 
 def loss_in(output: Any) -> Tensor:
-    """Return the loss from the output of `training_step`.
+    """Extract the loss from the output of `training_step`.
 
     Raises:
         ValueError: The output contains no loss.
@@ -228,7 +228,7 @@ def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
 
 
 class Muting:
-    """Suppression of logging and metric updates during `training_step` on a micro-batch.
+    """Switch that suppresses logging and metric updates while `training_step` runs on a micro-batch.
 
     Each batch is then logged once, as without a pipeline. Copies replace the metrics of the module during these calls,
     so that code that uses metric values works.
@@ -243,7 +243,7 @@ class Muting:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Suppress `log`, `log_dict` and metric updates within the context.
+        """Temporarily suppress `log`, `log_dict` and metric updates.
 
         `all_gather` raises, because only one stage would call it.
         """

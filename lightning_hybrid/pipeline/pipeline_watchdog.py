@@ -58,7 +58,7 @@ class PipelineWatchdog(SetupWatchdog):
     # ---- activity of this rank -----------------------------------------------------------------
 
     def note(self, activity: str, *, is_waiting: bool = False) -> None:
-        """Record this rank's current activity in the pipeline schedule, for error messages.
+        """Record what this rank is doing in the pipeline schedule, for error messages.
 
         Args:
             activity: Description for the error message, with stage and micro-batch.
@@ -71,9 +71,9 @@ class PipelineWatchdog(SetupWatchdog):
 
     @contextmanager
     def in_schedule(self) -> Iterator[None]:
-        """Mark the code within the context as part of a pipeline schedule.
+        """Enter a context for code that is part of a pipeline schedule.
 
-        After an error inside, the last activity stays recorded.
+        If the code raises an error, the last activity stays recorded.
         """
         self.note("in a schedule", is_waiting=True)
         yield
@@ -91,7 +91,7 @@ class PipelineWatchdog(SetupWatchdog):
         return self._activity or super()._where()
 
     def stalled_s(self) -> float:
-        """Return the time for which this rank has waited for another rank, in seconds."""
+        """Return how long this rank has been waiting for another rank, in seconds."""
         wait_began_s = self._wait_began_s
         if wait_began_s is None:
             return super().stalled_s()
@@ -134,7 +134,7 @@ class PipelineWatchdog(SetupWatchdog):
 
     @property
     def is_stuck(self) -> bool:
-        """True if an abandoned wait still blocks in its process group."""
+        """True if a wait that was abandoned after a failure still blocks its thread."""
         return bool(self._error) and self._wait_began_s is not None
 
     @property
@@ -163,7 +163,7 @@ class PipelineWatchdog(SetupWatchdog):
 
 
 class _Wait:
-    """Blocking call that a separate thread makes, with its result or error."""
+    """Blocking call that runs in a separate thread, with its result or error."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         self._wait = wait
@@ -181,7 +181,7 @@ class _Wait:
 
 @contextmanager
 def waits_of_schedules(watchdog: PipelineWatchdog) -> Iterator[None]:
-    """Make torch's pipeline schedules wait through `watchdog.wait_for` within the context."""
+    """Temporarily make torch's pipeline schedules wait by calling `watchdog.wait_for`."""
     from torch.distributed.pipelining import schedules  # imported here, as it takes a second
 
     wait_in_torch = schedules._wait_batch_p2p

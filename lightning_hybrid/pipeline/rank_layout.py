@@ -74,7 +74,7 @@ class PipelineRanks:
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same stages, for each position in a pipeline."""
+        """Groups of ranks that hold the same stages, one group per position in a pipeline."""
         replicas = []
         for position in range(self.num_ranks):
             replicas.append(tuple(range(position, self.world_size, self.num_ranks)))
@@ -103,7 +103,7 @@ class PipelineGroups:
         # Messages have a group of their own because Gloo matches them by order of arrival.
         self.pipe = self.new_group(ranks.pipelines, "pipeline stages")
         self.agree = self.new_group(ranks.pipelines, "pipeline agreement", backend="gloo")
-        # The group exists even if each stage has one rank, so that torchmetrics reduce over that rank
+        # The group exists even if only one rank holds each stage, so that torchmetrics reduce over that rank
         # only.
         self.data = self.new_group(ranks.replicas, "pipeline data")
 
@@ -202,7 +202,7 @@ class TiedWeights:
 
 
 def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return, for each pipeline, a tuple of its ranks at `positions` and a 1-tuple of each other rank."""
+    """Divide the ranks of each pipeline into one set for `positions` and one set per remaining rank."""
     rank_sets = []
     for peers in ranks.pipelines:
         rank_sets.append(tuple(peers[position] for position in positions))
@@ -253,7 +253,7 @@ class OtherStages:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Remove the meta tensors from their modules within the context.
+        """Temporarily remove the meta tensors from their modules.
 
         A module with tensors on the meta device cannot be moved to another device.
         """
@@ -262,7 +262,7 @@ class OtherStages:
 
     @contextmanager
     def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
-        """Replace meta tensors in the modules by tensors with values within the context.
+        """Temporarily replace the meta tensors in the modules by tensors with values.
 
         Args:
             values: Values, by `id` of the meta tensor that is currently in a module.

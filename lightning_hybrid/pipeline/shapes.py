@@ -5,8 +5,8 @@ the first message, for these reasons:
 
 * Gloo accepts a shorter message, or one of another dtype, without an error, and training continues
   on wrong values.
-* torch's own shape inference runs a real forward, which changes BatchNorm's running statistics.
-* Backends send elements in the order of memory. Gloo rejects a channels_last tensor, and NCCL would deliver its
+* torch's own shape inference runs a real forward pass, which changes BatchNorm's running statistics.
+* Backends send elements in memory order. Gloo rejects a channels_last tensor, and NCCL would deliver its
   elements in another order.
 """
 
@@ -219,9 +219,9 @@ def _copy_without_tensors(block: nn.Module) -> nn.Module:
 
 
 def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
-    """Estimate the cost of each block's forward, as a number of operations or of parameters.
+    """Estimate the cost of each block's forward pass by counting operations or parameters.
 
-    Operations are counted in a forward on `example`. Parameters are counted if `example` is not a
+    Operations are counted in a forward pass on `example`. Parameters are counted if `example` is not a
     tensor or a tuple of tensors. One operation for each element that a block returns is added, so
     that no block has zero operations.
 

@@ -313,7 +313,7 @@ class HybridPipeline(DataRanksMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline schedule, then the user's `training_step` on the whole batch to log values.
 
-        The second run has no gradients, and the network returns the outputs of the schedule there.
+        `training_step` then runs without gradients, and the network returns the outputs of the schedule.
         """
         assert self._training is not None
         trainer = self._active_stages.module.trainer
@@ -345,7 +345,7 @@ class HybridPipeline(DataRanksMixin):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Call the hooks around backward, and restore the gradients that the schedule computed."""
+        """Call the hooks around the backward pass, and restore the gradients that the schedule computed."""
         assert self._training is not None
         module = self._active_stages.module
         if self._half is None:
@@ -374,18 +374,18 @@ class HybridPipeline(DataRanksMixin):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `test_step` with a forward through all stages."""
+        """Run the module's `test_step` with a forward pass through all stages."""
         with self._over_stages(*args, *kwargs.values()):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `predict_step` with a forward through all stages."""
+        """Run the module's `predict_step` with a forward pass through all stages."""
         with self._over_stages(*args, *kwargs.values()):
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
     def _over_stages(self, batch: Any, batch_idx: int = 0, *_: Any) -> Iterator[None]:
-        """Run the network's forward through all stages within the context.
+        """Temporarily route the network's forward pass through all pipeline stages.
 
         Every rank logs values of its own batch, so the first batches of an epoch are compared
         between ranks. If the step takes no batch index, all batches are compared.

@@ -40,14 +40,14 @@ They are few because on CUDA each comparison waits for the batch.
 
 
 class _FirstLoss(NamedTuple):
-    """Loss of the first micro-batch, computed with the whole network and with the pipeline stages."""
+    """Loss of the first micro-batch, computed both by the whole network and by the pipeline."""
 
     whole: float | str  # with the whole network, or a reason if unknown, valid on the first rank
-    in_stages: float  # known on the last rank
+    in_stages: float  # valid on the last rank
 
 
 class TrainingStep:
-    """Training step that runs forward and backward of all micro-batches through all pipeline stages.
+    """Training step that runs all micro-batches forward and backward through the pipeline stages.
 
     Collective: every rank of WORLD must create it, in the same order.
 
@@ -111,7 +111,7 @@ class TrainingStep:
     def run(
         self, batch: Any, step_arguments: tuple[Any, ...], *, epoch: int, batch_index: int
     ) -> Tensor:
-        """Run forward and backward of all micro-batches, and return the outputs of the whole batch.
+        """Run the forward and backward passes of all micro-batches, and return the outputs of the whole batch.
 
         Afterwards `p.grad` holds the gradients of the mean over micro-batches, averaged over data
         ranks. With half precision they are fp32 and unscaled.
@@ -127,7 +127,7 @@ class TrainingStep:
         stages = self._stages
         self._microbatches = microbatches(batch, stages.num_microbatches)
         self._step_arguments = step_arguments
-        # Random numbers depend on the position in the run only, so a resumed run draws the same.
+        # Random numbers depend only on the position in the run, so a resumed run draws the same numbers.
         self._step_seed = (self._seed, stages.ranks.data_rank, epoch, batch_index)
         shapes_digest = digest_of(batch, with_values=False)
         stages.agree_on_batch(batch, with_values=batch_index < NUM_COMPARED)
@@ -158,7 +158,7 @@ class TrainingStep:
         return output
 
     def _schedule_context(self) -> AbstractContextManager[Tensor | None]:
-        """Return the precision context for all forwards and backwards of a schedule.
+        """Return the precision context for the forward and backward passes of a schedule.
 
         The context yields the loss scale, or None.
         """
@@ -254,7 +254,7 @@ class TrainingStep:
         return loss.float() * self._scale
 
     def _user_loss(self, microbatch: Any, output: Tensor, index: int) -> Tensor:
-        """Return the loss of the user's `training_step` when the network returns `output`."""
+        """Run the user's `training_step` with `output` as the network's output, and return its loss."""
         module = self._stages.module
         num_calls = 0
 
@@ -278,7 +278,7 @@ class TrainingStep:
     # ---- comparison of the first loss ----------------------------------------------------------
 
     def _loss_in_one_piece(self) -> float | str:
-        """Return the first micro-batch's loss with the whole network, or a reason if it is unknown.
+        """Compute the first micro-batch's loss with the whole network, or return the reason if this fails.
 
         Only the first rank's value is meaningful. Collective: every rank of the pipeline must call
         it.
@@ -315,7 +315,7 @@ class TrainingStep:
             return loss_in(stages.module.training_step(microbatch, *self._step_arguments)).detach()
 
     def _compare_first_loss(self, whole_loss: float | str) -> None:
-        """Compare the first micro-batch's loss in stages with that of the whole network.
+        """Compare the losses of the pipeline and of the whole network for the first micro-batch.
 
         Collective: every rank must call it, in the same order.
         """
@@ -361,9 +361,9 @@ class TrainingStep:
 
     @contextmanager
     def on_whole_batch(self, output: Tensor) -> Iterator[None]:
-        """Make the network return `output` within the context, so that `training_step` can log.
+        """Temporarily make the network return `output`, so that `training_step` can log values.
 
-        `training_step` runs on the whole batch there.
+        `training_step` then runs on the whole batch.
 
         Raises:
             ValueError: The network's input has another number of rows than the micro-batches have

@@ -65,7 +65,7 @@ def local_entries(checkpoint: Mapping[str, Any]) -> dict[EntryPath, Any]:
 
 
 def fill_(checkpoint: dict[str, Any], entries: Mapping[EntryPath, Any]) -> None:
-    """Insert another rank's checkpoint entries where this rank's checkpoint has none.
+    """Insert another rank's entries into this rank's checkpoint wherever an entry is missing.
 
     >>> checkpoint = {"state_dict": {"a": torch.zeros(1), "b": torch.empty(1, device="meta")}}
     >>> stage_state = {"a": torch.empty(1, device="meta"), "b": torch.ones(1)}
@@ -124,7 +124,7 @@ def without_others(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, 
 
 
 class StateDictGuard:
-    """State-dict hook on blocks of other stages that raises an error outside of `allowed`."""
+    """State-dict hook on the blocks of other stages, which raises an error unless `allowed` is active."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._num_allowed = 0
@@ -143,7 +143,7 @@ class StateDictGuard:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Allow state dicts of this rank's stages within the context."""
+        """Temporarily allow state dicts that contain only this rank's stages."""
         self._num_allowed += 1
         try:
             yield

@@ -1,4 +1,4 @@
 """Prediction of training step times on a described cluster, and choice of a communication plan.
 
-No training step imports this package.
+Training steps do not import this package.
 """

@@ -1,1 +1,1 @@
-"""Half-precision training with fp32 master weights, as a Lightning precision plugin (see `README.md`)."""
+"""Lightning precision plugin for half-precision training with fp32 master weights (see `README.md`)."""

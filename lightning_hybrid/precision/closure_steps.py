@@ -1,4 +1,4 @@
-"""Steps of optimizers that evaluate the loss through a closure, such as LBFGS and SAM."""
+"""Overflow handling for optimizers that evaluate the loss through a closure, such as LBFGS and SAM."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class _StepSkipped(Exception):  # noqa: N818  no error
 
 
 class ClosureStep:
-    """One step of an optimizer that evaluates the loss through a closure, with overflow handling.
+    """Step of an optimizer that evaluates the loss through a closure, with handling of overflows.
 
     If the gradients of the first evaluation overflow and no weight has changed since the step began, the step is
     skipped by an exception that leaves the optimizer. If weights have changed, as in SAM's second evaluation, leaving
-    the optimizer would keep the changed weights. So the closure is then evaluated again, with a lower loss scale.
+    the optimizer would keep the changed weights. In this case the closure is evaluated again, with a lower loss scale.
 
     Args:
         window: Half-precision window, which must be closed.
         evaluate: Function that evaluates the closure and returns the loss.
-        has_overflowed: Function that returns whether gradients are inf or nan, and then also lowers the loss scale.
+        has_overflowed: Function that returns whether gradients contain inf or nan, and if so, lowers the loss scale.
     """
 
     def __init__(

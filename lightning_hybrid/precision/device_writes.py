@@ -1,4 +1,4 @@
-"""Asynchronous detection of user code that writes half-precision parameters on a GPU."""
+"""Asynchronous detection of user code that modifies half-precision parameters on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# The search costs one more pass over the copies, so that only a few closings of a window search.
+# The search costs one more pass over the copies, so it runs only on some of the occasions when a window closes.
 NUM_FIRST_CLOSINGS = 8
 EVERY_CLOSINGS = 100
 
@@ -15,11 +15,11 @@ IsReady = Callable[[], bool]
 
 
 class WriteSearch:
-    """Asynchronous detector of half-precision parameters that user code has written during a step.
+    """Asynchronous detector of half-precision parameters that user code has modified during a step.
 
-    When a window closes on a GPU, writes are copied to the fp32 values without knowing whether there are any. In some
-    closings, the detector counts the differing elements of each copy on the GPU and sends the counts to the host, where
-    a later closing reads them. The host never waits for them.
+    When a window closes on a GPU, the host copies writes to the fp32 values without knowing whether there are any. On
+    some of these occasions, the detector counts the differing elements of each copy on the GPU and sends the counts to
+    the host, where they are read the next time that a window closes. The host never waits for them.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class WriteSearch:
 
     @property
     def is_on(self) -> bool:
-        """True if user writes are detected when the parameters are next switched back to fp32."""
+        """True if the detector is active the next time that the parameters are switched back to fp32."""
         is_due = self._num_closings < NUM_FIRST_CLOSINGS or self._num_closings % EVERY_CLOSINGS == 0
         return is_due and self._on_host is None
 
@@ -47,15 +47,15 @@ class WriteSearch:
         """Start an asynchronous copy of the collected counts to the host, if there are any."""
         self._num_closings += 1
         if self._counts:
-            device = self._counts[0].device  # a module may be on several
+            device = self._counts[0].device  # because a module may be on several devices
             counts = torch.stack([count.to(device) for count in self._counts])
             self._on_host, self._is_ready = _sent_to_host(counts)
             self._counts = []
 
     def take_written(self) -> str | None:
-        """Return the name of a parameter that user code has written, or None if none is known.
+        """Return the name of a parameter that user code has modified, or None if no such parameter is known.
 
-        The counts of a closing are evaluated once, after they have arrived on the host.
+        The counts from each closing are evaluated once, after they have arrived on the host.
         """
         if self._on_host is None or self._is_ready is None or not self._is_ready():
             return None
@@ -70,7 +70,7 @@ class WriteSearch:
 
 
 def _sent_to_host(values: Tensor) -> tuple[Tensor, IsReady]:
-    """Start to copy values to the host, and return the copy with a function that queries completion."""
+    """Start copying values to the host, and return the copy and a function that tells if it is complete."""
     if values.device.type != "cuda":
         return values.cpu(), lambda: True
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Detection of errors that half-precision dtypes cause, and a note that explains the fix.
+"""Detection of errors that are caused by half-precision dtypes, with a note on how to fix them.
 
 Trained parameters are in half precision inside of a step. An operation that does not support half precision, or that
 needs equal dtypes, then raises an error which does not name this cause.
@@ -75,7 +75,7 @@ def _compares_unnamed_dtypes(line: str) -> bool:
 
 
 def add_cure(error: BaseException, precision: object) -> None:
-    """Add a note to an error about half-precision dtypes that explains its cause and the fix.
+    """Add a note that explains cause and fix to an error, if the error is about half-precision dtypes.
 
     If the traceback contains a module with trained half-precision parameters, the note names the module type to keep in
     fp32. So the function must be called while the parameters are in half precision. An error that has a note already is
@@ -100,7 +100,7 @@ def add_cure(error: BaseException, precision: object) -> None:
 
 
 def _innermost_owner_of_parameters(error: BaseException) -> nn.Module | None:
-    """Return the innermost module in a traceback that has trained half-precision parameters, or None."""
+    """Return the innermost module in a traceback that has trainable half-precision parameters, or None."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         candidate = frame.f_locals.get("self")
@@ -130,7 +130,7 @@ def _note_for_module(module: nn.Module | None, precision: str) -> str:
 
 
 def _types_to_keep(module: nn.Module | None) -> list[str]:
-    """Return the names of the module types to list in `keep_fp32` for a module's own parameters.
+    """Return the names of module types that must be in `keep_fp32` to keep a module's parameters in fp32.
 
     These are the types that hold the module's trained half-precision parameters. They are the type of the module
     itself, or those of its parameter lists and dictionaries.

@@ -1,8 +1,9 @@
-"""Emulation of fp16 matrix products on a CPU with the rounding of tensor cores.
+"""CPU emulation of fp16 matrix products with the rounding behaviour of tensor cores.
 
 CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. Here operands
 are rounded to fp16, the arithmetic is in fp32, and the result is rounded to fp16. The same holds in backward, because
-autograd applies the casts there as well. So results equal those of a GPU up to the order of summation, at fp32 speed.
+autograd applies the casts there as well. Results therefore equal those of a GPU except for the order of summation, and
+the speed is that of fp32.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         dtypes = _dtypes_of((args, kwargs))
         is_autocast = torch.is_autocast_enabled("cpu")
         if not is_autocast and dtypes == {torch.float16, torch.float32}:
-            return func(*args, **kwargs)  # It raises an error, as on a GPU.
+            return func(*args, **kwargs)  # The call raises an error, as on a GPU.
         if torch.float16 not in dtypes and not (
             is_autocast and torch.float32 in dtypes and name not in _NOT_CAST
         ):

@@ -1,4 +1,4 @@
-"""fp32 accumulation of half-precision matrix products on CUDA during training."""
+"""Setting that makes half-precision matrix products on CUDA accumulate in fp32 during training."""
 
 from __future__ import annotations
 

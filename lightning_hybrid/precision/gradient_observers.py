@@ -41,7 +41,7 @@ def grads_are_observed(optimizers: Iterable[Optimizer], module: LightningModule)
 
 
 def runs_code_before_backward(module: LightningModule) -> bool:
-    """Return whether user code runs in a hook or callback between `training_step` and its backward."""
+    """Return whether a user's hook or callback runs between `training_step` and its backward pass."""
     hooks = ("on_before_zero_grad", "on_before_backward")
     module_hooks = (*hooks, "optimizer_zero_grad")
     if any(is_overridden(hook, module, "pytorch.LightningModule") for hook in module_hooks):
@@ -58,7 +58,7 @@ def runs_code_before_backward(module: LightningModule) -> bool:
 def _observes(callback: object, trainer: Any) -> bool:
     if any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for hook in _CALLBACK_HOOKS):
         return True
-    # Callbacks of this package tell whether they read gradients now, for example at logged steps. Callbacks of
+    # Callbacks of this package declare whether they read gradients now, for example at logged steps. Callbacks of
     # Lightning, such as progress bars, use `on_train_batch_end` and do not read gradients there.
     reads_gradients: Callable[[Any], bool] | None = getattr(callback, "reads_gradients", None)
     library = type(callback).__module__.partition(".")[0]

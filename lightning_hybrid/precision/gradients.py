@@ -1,4 +1,4 @@
-"""Conversion of scaled half-precision gradients to unscaled fp32 gradients around each backward.
+"""Conversion of scaled half-precision gradients to unscaled fp32 gradients around each backward pass.
 
     before      p.grad   fp32, unscaled, or None                      gradient of the user
     backward    p.grad   half precision, times the loss scale         in DDP's buckets
@@ -26,7 +26,7 @@ _BLOCK_NUMEL = 1 << 26
 
 @dataclass(eq=False)
 class GradientRecord:
-    """Metadata of a gradient that the precision plugin has computed, stored on the tensor itself.
+    """Metadata of a gradient computed by the precision plugin, stored as an attribute of the tensor.
 
     Args:
         found_inf: Tensor that is above 0 if this gradient, or another one checked with it, is inf or nan. None:
@@ -39,7 +39,7 @@ class GradientRecord:
 
 
 def record_of(gradient: Tensor) -> GradientRecord | None:
-    """Return the metadata of a gradient, or None if user code has created the gradient."""
+    """Return the metadata of a gradient, or None if user code created the gradient."""
     record: GradientRecord | None = vars(gradient).get("_half_precision_record")
     return record
 
@@ -47,14 +47,15 @@ def record_of(gradient: Tensor) -> GradientRecord | None:
 class GradientMemory:
     """Cache of CPU memory for fp32 gradients, which is reused after a gradient has been freed.
 
-    New memory pages would take five times as long as the conversion. On a device the caching allocator reuses memory.
+    Allocating new memory pages would take five times as long as the conversion. On a device, torch's caching allocator
+    already reuses memory.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def empty_fp32(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return an uninitialised fp32 tensor with the shape and layout of a parameter's gradient."""
+        """Return an uninitialised fp32 tensor for a parameter's gradient, from cached memory if possible."""
         if gradient.device.type != "cpu":
             return torch.empty_like(gradient, dtype=torch.float32)
         storage = self._storages.get(id(parameter))
@@ -69,12 +70,12 @@ class GradientMemory:
         return torch.empty(0, dtype=torch.float32).set_(storage, 0, layout.size(), layout.stride())
 
     def clear(self) -> None:
-        """Empty the cache, which frees the memory that no gradient uses."""
+        """Empty the cache, freeing memory that no gradient uses."""
         self._storages.clear()
 
 
 class BackwardGradients:
-    """Manager of a model's gradients before, during and after each half-precision backward.
+    """Manager of a model's gradients before, during and after each half-precision backward pass.
 
     Args:
         window: Half-precision window that holds the model's parameters.
@@ -101,7 +102,7 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Save the existing fp32 gradients, or convert them to half precision, before a backward pass.
+        """Prepare a backward pass by saving existing fp32 gradients or converting them to half precision.
 
         If this backward averages gradients over ranks, a local sum of earlier batches is scaled, rounded and put into
         `p.grad`, so that it is averaged as well. All other gradients are saved, and `p.grad` is None. The window must
@@ -153,9 +154,10 @@ class BackwardGradients:
     def add_outside_terms(self, loss: Tensor) -> None:
         """Add the gradients of loss terms that depend on the fp32 parameters, such as a weight penalty.
 
-        Such terms are computed outside of a forward, for example in a user's own loop. Their graph leads to the fp32
-        tensors, which DDP does not know. So a backward to these tensors runs first, and its gradients are added to
-        those in DDP's buckets. It only visits the nodes between these tensors and the loss. Usually there are none.
+        Such terms are computed outside of a forward pass, for example in a user's own loop. Their graph leads to the
+        fp32 tensors, which DDP does not know. Therefore a backward pass to these tensors runs first, and its gradients
+        are added to those in DDP's buckets. It visits only the nodes between these tensors and the loss. Usually
+        there are none.
         """
         pairs = [
             pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad
@@ -184,7 +186,7 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Set `p.grad` to the unscaled fp32 gradient plus the gradient saved before the backward.
+        """Set `p.grad` to the unscaled fp32 gradient plus the gradient saved before the backward pass.
 
         The window must be open.
 
@@ -217,7 +219,7 @@ class BackwardGradients:
 
     @torch.no_grad()
     def abort(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the gradients of a backward that raised an error, and restore those that `begin` has saved."""
+        """Drop the gradients of a backward pass that raised an error, and restore those saved by `begin`."""
         self._drop_outside_terms()
         for parameter in parameters:
             _show(parameter, self._aside.pop(id(parameter), None))
@@ -229,7 +231,7 @@ class BackwardGradients:
                 pair.fp32.grad = None
 
     def _blocks(self, group: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield the parameters that have gradients, in one list or in several smaller lists.
+        """Yield the parameters that have gradients, either in one list or divided into smaller lists.
 
         They are split into blocks to limit memory if converted gradients are added to earlier sums and then freed.
         """
@@ -333,7 +335,7 @@ class BackwardGradients:
 
     @contextmanager
     def given_scaled(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Set `p.grad` to the scaled gradients within the context, for an optimizer that unscales them.
+        """Temporarily set `p.grad` to the scaled gradients, for an optimizer that unscales them itself.
 
         Afterwards `p.grad` is None.
         """
@@ -358,7 +360,7 @@ class BackwardGradients:
 
     @contextmanager
     def hidden(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Set all gradients to None within the context, and restore them afterwards.
+        """Temporarily set all gradients to None.
 
         DDP would otherwise round them when it rebuilds its buckets.
         """
@@ -372,7 +374,7 @@ class BackwardGradients:
                 parameter.grad = gradient
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's gradient of the last backward, even if an optimizer step has consumed it."""
+        """Return a parameter's gradient from the last backward pass, even if a step has already consumed it."""
         return self.unscaled_in_step.get(id(parameter), parameter.grad)
 
     def clear(self) -> None:

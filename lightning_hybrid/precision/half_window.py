@@ -1,11 +1,11 @@
-"""Switching of a module's parameters to half precision while forward and backward run.
+"""Temporary replacement of a module's fp32 parameters by half-precision copies for forward and backward.
 
     closed    parameters, gradients and optimizer state are the user's own fp32 objects
     open      parameters show the half-precision copies on which DDP was built
 
-When the window opens, all fp32 values are rounded into the copies. When it closes, elements that user code wrote
-meanwhile are copied to the fp32 values. They are found by comparing the bits of both. So writes while the window is
-closed need not be tracked.
+When the window opens, all fp32 values are rounded into the copies. When it closes, elements that user code wrote in
+the meantime are copied to the fp32 values. They are found by comparing the bits of both tensors, so writes need not be
+tracked while the window is closed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
-    """Manager that switches a module's parameters between fp32 values and half-precision copies.
+    """Switch for all parameters of a module between fp32 values and half-precision copies.
 
     While the window is open, the parameters are in half precision. While it is closed, they are in fp32.
 
@@ -145,8 +145,8 @@ class HalfPrecisionWindow:
     def add_stand_in(self, stand_in: nn.Parameter, parameter: Tensor) -> None:
         """Create a half-precision copy for a tensor that temporarily replaces a parameter.
 
-        It is kept until `remove_stand_in`. Nothing happens if the parameter keeps its own dtype, or while the window is
-        open, because the tensor was then made from the half-precision copy.
+        The copy is kept until `remove_stand_in` is called. Nothing happens if the parameter keeps its own dtype, or
+        while the window is open, because the tensor was then made from the half-precision copy.
 
         Args:
             stand_in: Tensor that replaces the parameter.
@@ -170,13 +170,13 @@ class HalfPrecisionWindow:
             return
         for prepare in self.before_open:
             prepare()
-        self.is_open = True  # Set first, because an interrupt may come while some copies are shown.
+        self.is_open = True  # Set first, because an interrupt may occur when only some copies are shown.
         cast_(self.pairs.values())
         self._exchange()
         self.hooks.attach()
 
     def close(self) -> None:
-        """Switch the module's parameters back to fp32, including values that user code wrote meanwhile.
+        """Switch the module's parameters back to fp32, keeping values that user code wrote in the meantime.
 
         Elements that user code wrote into the half-precision copies are first copied to the fp32 values.
         """
@@ -218,7 +218,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Use half-precision parameters within the context, and restore the earlier precision afterwards."""
+        """Temporarily switch the parameters to half precision."""
         was_open = self.is_open
         self.open()
         try:
@@ -229,7 +229,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Use fp32 parameters within the context, and restore the earlier precision afterwards."""
+        """Temporarily switch the parameters to fp32."""
         was_open = self.is_open
         self.close()
         try:
@@ -251,7 +251,7 @@ class HalfPrecisionWindow:
         return not all(pair.is_exact_cast() for pair in self.pairs.values())
 
     def cast(self) -> None:
-        """Update the half-precision copies from the fp32 values without switching the parameters."""
+        """Update the half-precision copies from the fp32 values, without switching the parameters."""
         cast_(self.pairs.values())
 
     def _refresh_pruned_weights(self) -> None:
@@ -266,8 +266,8 @@ class HalfPrecisionWindow:
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
         """Broadcast rank zero's fp32 parameter values to all ranks.
 
-        DDP broadcasts only the half-precision copies. Without this, ranks with different initial weights, for example
-        without a common seed, would keep different low digits.
+        DDP broadcasts only the half-precision copies. Without this method, ranks with different initial weights, for
+        example without a common seed, would keep different low digits.
 
         Collective: every rank must call it, in the same order.
 

@@ -45,7 +45,7 @@ class LossScale(ABC):
 
     @property
     def wants_largest(self) -> bool:
-        """True if the next `update` needs the magnitude of the largest gradient."""
+        """True if the next call of `update` needs the magnitude of the largest gradient."""
         return False
 
     @abstractmethod
@@ -98,7 +98,7 @@ class StaticLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """Loss scale that halves after an overflow and doubles after `growth_interval` clean steps in a row.
+    """Dynamic loss scale, which halves after an overflow and doubles after `growth_interval` clean steps.
 
         overflow:                        clean <- 0;  left <- max(left - 1, 0)
             if then left = 0:            scale <- max(scale * backoff_factor, min_scale)
@@ -107,9 +107,9 @@ class DynamicLossScale(LossScale):
     This is the rule of `torch.amp.GradScaler`, with the same defaults and additional bounds. `hysteresis` is the rule
     of Megatron and DeepSpeed: between two growths, the first `hysteresis - 1` overflows do not change the scale.
 
-    An initial scale that is far too high would cost a step for each halving. So if the first steps overflow and the
-    largest gradient g is known, the scale falls to `min_scale`. After a clean step it jumps to a scale at which g does
-    not overflow:
+    An initial scale that is far too high would cost a step for each halving. Therefore, if the first steps overflow and
+    the largest gradient g is known, the scale falls to `min_scale`. After a clean step it jumps to a scale at which g
+    does not overflow:
 
         scale <- min(2^12 / g rounded down to a power of two, init_scale * backoff_factor)       2^12 = fp16's 2^16 / 16
 

@@ -1,4 +1,4 @@
-"""Mixed-precision methods for pipeline schedules, which run forward and backward per micro-batch."""
+"""Precision-plugin methods for pipeline schedules, which run each micro-batch forward and backward."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ else:
 class MicrobatchMixin(_Base):
     """Precision mixin for pipelines, which accumulates unscaled micro-batch gradients in fp32.
 
-    Steps are skipped on all stages or on none. The ranks of a stage check only its own gradients. If a stage finds inf
-    or nan, all stages skip the step, and they know it before any weight is written.
+    Steps are skipped on all stages or on none. The ranks of a stage check only the gradients of this stage. If a stage
+    finds inf or nan, all stages learn of it before any weight is written, and skip the step.
     """
 
     loss_scale: Any
@@ -47,7 +47,7 @@ class MicrobatchMixin(_Base):
     def connect_stages(
         self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False
     ) -> None:
-        """Register a function that combines overflow flags over stages, or unregister all such functions.
+        """Register a function that combines overflow flags across stages, or unregister all such functions.
 
         Args:
             agree: Function that takes a 0-dim fp32 tensor and returns its maximum over all stages, or over all slices
@@ -81,7 +81,7 @@ class MicrobatchMixin(_Base):
     def backward_of_microbatch(
         self, parameters: Iterable[nn.Parameter], *, is_last: bool
     ) -> Iterator[None]:
-        """Enter a context for the backward of one micro-batch, which accumulates unscaled fp32 gradients.
+        """Enter a context for the backward pass of one micro-batch, to accumulate unscaled fp32 gradients.
 
         Args:
             parameters: All parameters that the backward may reach. Other parameters are not changed, because another
@@ -96,7 +96,7 @@ class MicrobatchMixin(_Base):
         self.gradients.finish(self._groups_of(reached), self._scale, lambda _: is_last)
 
     def _groups_of(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Group parameters by optimizer, and append a group of those without an optimizer."""
+        """Group parameters by optimizer, with a last group of parameters that have no optimizer."""
         reached = {id(parameter): parameter for parameter in parameters}
         groups = []
         for group in self.optimizer_steps.parameters_by_optimizer(parameters):
@@ -113,11 +113,11 @@ class MicrobatchMixin(_Base):
             self._last_loss = loss.detach()
 
     def call_before_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
-        """Call the `on_before_backward` hooks for a backward that the pipeline schedule has run."""
+        """Call the `on_before_backward` hooks for backward passes that the pipeline schedule has run."""
         return super().pre_backward(loss, module)
 
     def call_after_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
-        """Call the `on_after_backward` hooks for a backward that the pipeline schedule has run."""
+        """Call the `on_after_backward` hooks for backward passes that the pipeline schedule has run."""
         return super().post_backward(loss, module)
 
     def _agreed(self, found_inf: Tensor | None) -> Tensor | None:

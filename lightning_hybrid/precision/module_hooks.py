@@ -1,6 +1,6 @@
 """Module hooks that are active while a model's parameters are in half precision.
 
-normalisation layers     compute in fp32 and return the compute dtype
+normalisation layers     compute in fp32 and return outputs in half precision
 state dicts              contain and load fp32 values, for any submodule of the model
 other threads            get an error if they call the model
 """
@@ -19,7 +19,7 @@ from lightning_hybrid.precision.parameter_pair import ParameterPair
 
 
 class Window(Protocol):
-    """Protocol with those members of `HalfPrecisionWindow` that the module hooks use."""
+    """Protocol for the members of `HalfPrecisionWindow` that the module hooks use."""
 
     is_open: bool
 
@@ -28,10 +28,11 @@ class Window(Protocol):
 
 
 class ModuleHooks:
-    """Forward hooks and state-dict hooks on the modules of a half-precision window.
+    """Manager of the forward hooks and state-dict hooks on modules of a half-precision window.
 
-    Forward hooks are registered only while the window is open. So outside of a step, modules can be scripted, exported,
-    copied and pickled without hooks. Hooks of state dicts stay registered, and do nothing while the window is closed.
+    Forward hooks are registered only while the window is open. Outside of a step, modules can therefore be scripted,
+    exported, copied and pickled without hooks. State-dict hooks stay registered, but do nothing while the window is
+    closed.
 
     Args:
         window: Window that holds the parameters.
@@ -68,7 +69,7 @@ class ModuleHooks:
         ]
 
     def refuse_other_threads(self, module: nn.Module) -> None:
-        """Make a module and its children raise an error if another thread calls them during a step."""
+        """Make a module and its submodules raise an error if another thread calls them during a step."""
         for child in (module, *module.children()):
             if not isinstance(child, torch.jit.ScriptModule):
                 self._checked_modules.append(child)

@@ -1,6 +1,6 @@
-"""Detection of optimizer features on which the precision plugin depends.
+"""Detection of optimizer features that the precision plugin relies on.
 
-An optimizer declares features by attributes, so that they do not depend on its type:
+An optimizer declares features through attributes, so that they do not depend on its type:
 
     _step_supports_amp_scaling    torch's protocol: the step reads `grad_scale` and `found_inf` on the device
     last_found_inf                the step accepts scaled half-precision gradients, and checks them for inf and nan
@@ -18,14 +18,14 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 
 def takes_scaled_gradients(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer unscales half-precision gradients itself and skips overflowed steps."""
+    """Return whether an optimizer unscales half-precision gradients and skips overflowed steps by itself."""
     return hasattr(optimizer, "last_found_inf") and supports_device_skip(optimizer, device)
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer can skip a step on the device, if `optimizer.found_inf` is 1.
+    """Return whether an optimizer can skip a step on the device, depending on `optimizer.found_inf`.
 
-    The host then need not wait for the device.
+    In this case, the host need not wait for the device.
     """
     # torch's fused SGD omits dampening in its first step only. If that step is skipped, no later step omits it.
     if isinstance(optimizer, SGD) and any(
@@ -40,7 +40,7 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def evaluates_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may evaluate the loss during its step by calling the closure.
+    """Return whether an optimizer may call the closure in the middle of its step to evaluate the loss.
 
     torch's optimizers except LBFGS do not, nor do optimizers that declare a feature of this module. They call the
     closure once at the beginning of a step.
@@ -55,7 +55,7 @@ def evaluates_closure(optimizer: Optimizer) -> bool:
 
 
 def prepare_to_skip_(optimizer: Optimizer) -> None:
-    """Initialise the momentum buffers of torch's SGD with zeros before its first step."""
+    """Initialise the momentum buffers of torch's SGD with zeros, in case its first step is skipped."""
     # If its first step is skipped, fused SGD leaves the buffers uninitialised (torch 2.11 to 2.13). With zeros, the
     # first step computes `momentum * 0 + gradient`.
     if isinstance(optimizer, SGD):
@@ -93,7 +93,7 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 @contextmanager
 def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object within the context, and restore the earlier attributes afterwards.
+    """Temporarily set attributes of an object.
 
     `torch.amp.GradScaler` sets attributes of an optimizer in the same way for a step.
     """

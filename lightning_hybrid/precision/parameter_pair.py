@@ -1,4 +1,4 @@
-"""Parameters that switch between an fp32 value and a half-precision copy.
+"""Parameters whose fp32 value can be swapped for a half-precision copy and back.
 
 User code, optimizers and lists always hold the same Python object. Only its C++ tensor changes: torch swaps the C++
 tensors of two Python objects (`torch._C._swap_tensor_impl`, the core of `torch.utils.swap_tensors`).
@@ -32,7 +32,7 @@ _HOST_DEVICES = {"cpu"}
 
 
 class ParameterPair:
-    """Parameter that can be switched between its fp32 value and a half-precision copy.
+    """Parameter together with a half-precision copy, which can be swapped for its fp32 value.
 
     Args:
         name: Name of the parameter, for errors.
@@ -112,7 +112,7 @@ class ParameterPair:
         self.parameter.grad = gradient
 
     def hide_gradient(self) -> None:
-        """Set the gradient to None, so that the next backward creates a half-precision gradient."""
+        """Set the gradient to None, so that the next backward pass creates a half-precision gradient."""
         self.parameter.grad = None
         self.parameter.grad_dtype = self.dtype  # Backward casts gradients to this dtype.
 
@@ -137,7 +137,7 @@ class ParameterPair:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def note_cast(self) -> None:
-        """Record that the copy holds the current fp32 value.
+        """Record that the half-precision copy has been updated from the current fp32 value.
 
         The cast itself leaves the copy's version counter unchanged, so graphs that saved the copy stay valid. If the
         fp32 value has changed since the previous cast, those graphs are stale, so the counter is increased and torch
@@ -192,13 +192,13 @@ class ParameterPair:
 
     @torch.no_grad()
     def take_writes_without_waiting_(self, cast: Tensor | None = None) -> None:
-        """Transfer user writes from the half-precision copy to fp32 without waiting for the device.
+        """Transfer values that user code wrote into the copy to the fp32 value, without waiting for the device.
 
         Args:
             cast: fp32 value rounded to half precision, if the caller has computed it.
         """
         half = self.half.detach()
-        # Most often the same values are written. With `data`, a graph that uses the fp32 value stays valid.
+        # Usually the values that are written are unchanged. With `data`, a graph that uses the fp32 value stays valid.
         value = self.fp32.data
         if cast is None:
             cast = value.to(self.dtype)
@@ -234,7 +234,7 @@ class ParameterPair:
 
     @torch.no_grad()
     def shown_in_fp32(self) -> Tensor:
-        """Return the parameter's current value in fp32 during a step.
+        """Return the parameter's current value in fp32, even while it is in half precision.
 
         Elements that were not written have all their fp32 digits. The fp32 value itself is not changed, so it stays the
         same if user code writes the copy and later restores it.
@@ -261,7 +261,7 @@ class ParameterPair:
 
 @torch.no_grad()
 def cast_(pairs: Iterable[ParameterPair]) -> None:
-    """Update half-precision copies with their rounded fp32 values, in one pass over memory."""
+    """Round fp32 values into their half-precision copies, in one pass over memory."""
     pairs = list(pairs)
     if not pairs:
         return
@@ -274,7 +274,7 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 @torch.no_grad()
 def take_writes_(pairs: Iterable[ParameterPair], search: WriteSearch) -> None:
-    """Transfer user writes from half-precision copies to the fp32 values of several parameters.
+    """Transfer values that user code wrote into half-precision copies to the fp32 values of parameters.
 
     On a device, the parameters are processed in blocks without waiting. See `ParameterPair.take_writes_`.
 
@@ -316,7 +316,7 @@ def _take_writes_of_block_(block: list[ParameterPair], search: WriteSearch) -> N
 
 @cache
 def check_exchange() -> None:
-    """Raise if the installed torch cannot swap the C++ tensors of two parameters.
+    """Raise an error if the installed version of torch cannot swap the C++ tensors of two parameters.
 
     Raises:
         MisconfigurationException: The result of a swap is not as expected.

@@ -147,7 +147,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Loss scale of the first optimizer, or None with bf16."""
+        """Loss scale of the first optimizer, or None in bf16 training."""
         return self.optimizer_steps[0].loss_scale
 
     @property
@@ -166,7 +166,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         is_last_backward_of_step: Callable[[], bool],
         flush_backward: Callable[[Tensor], object] = torch.is_tensor,
     ) -> None:
-        """Register the functions of a strategy that the plugin calls around each backward.
+        """Register the functions of a strategy that the plugin calls around each backward pass.
 
         Args:
             is_last_backward_of_step: Function that returns whether the current backward averages gradients over ranks,
@@ -178,7 +178,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._flush_backward = flush_backward
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Store the module for its later conversion by `follow_device`, and return it unchanged.
+        """Store the module, which `follow_device` will convert later, and return it unchanged.
 
         `follow_device` creates the half-precision copies when the module is on its device.
         """
@@ -365,9 +365,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self._is_last_backward()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward with the half-precision arithmetic of the forward.
+        """Run the backward pass with the same half-precision arithmetic as the forward pass.
 
-        So activations that `torch.utils.checkpoint` recomputes are the same as in the forward.
+        Activations that `torch.utils.checkpoint` recomputes are then the same as in the forward pass.
         """
         parameters = list(model.parameters())
         with self._in_backward(parameters):
@@ -415,7 +415,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return super().post_backward(tensor, module)
 
     def _may_keep_scaled(self, module: LightningModule) -> bool:
-        """Return whether the gradients of this backward may stay scaled until the optimizer step."""
+        """Return whether the gradients of this backward pass may stay scaled until the optimizer step."""
         return self._is_last_backward() and self.steps_on_scaled(module)
 
     def steps_on_scaled(self, module: LightningModule) -> bool:
@@ -439,7 +439,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, hooks and gradient clipping, then run or skip the optimizer step on all ranks."""
+        """Run the closure, hooks and gradient clipping, and then run or skip the optimizer step on all ranks."""
         # All ranks make the same decision without a further collective, because gradients are equal on all ranks after
         # the all-reduce, and inf and nan survive a sum.
         assert isinstance(optimizer, Optimizer)
@@ -521,7 +521,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def _running_step(self, optimizer: Optimizer) -> Iterator[None]:
-        # In manual optimization the step is inside of `training_step`, and therefore inside of its autocast.
+        # In manual optimization the step runs inside of `training_step`, and therefore under its autocast.
         assert self._user_steps is not None
         self._user_steps.are_ignored = True
         try:
@@ -580,7 +580,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run a step of an optimizer that evaluates the loss itself, possibly several times."""
+        """Run a step of an optimizer that calls the closure itself, possibly several times."""
         assert self.window is not None
         self.run_deferred_schedules()
         state.skip_flag = None
@@ -606,13 +606,13 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate a closure in half precision during an optimizer's step.
+        """Evaluate a closure in half precision in the middle of an optimizer's step.
 
         Afterwards the parameters are in fp32.
         """
         assert self.window is not None
         if self._is_automatic:
-            return closure()  # It opens and closes the window itself.
+            return closure()  # `closure` opens and closes the window itself.
         with self.window.opened(), self._half_arithmetic():
             return closure()
 
@@ -629,7 +629,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return any(id(parameter) in module_parameters for parameter in parameters_of(optimizer))
 
     def _state_for_user(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the loss scale and counters of an optimizer, or of one that shares parameters with it."""
+        """Return the step state of an optimizer, or of an optimizer that shares parameters with it."""
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
         for state in self.optimizer_steps:
             if any(id(parameter) in parameters for parameter in parameters_of(state.optimizer)):

@@ -108,5 +108,5 @@ def release_schedule(config: LRSchedulerConfig) -> None:
 
 
 def is_guarded(scheduler: object) -> bool:
-    """Return whether a learning-rate scheduler is guarded by a `ScheduleGuard`."""
+    """Return whether a `ScheduleGuard` controls a learning-rate scheduler."""
     return hasattr(type(scheduler), "_unguarded")

@@ -23,7 +23,7 @@ else:
 
 
 class HostShards(_Strategy):
-    """Mixin for Lightning's `ModelParallelStrategy` that supports FSDP2's `CPUOffloadPolicy`.
+    """Mixin that adds support for FSDP2's `CPUOffloadPolicy` to Lightning's `ModelParallelStrategy`.
 
     Shards (the master weights), gradients and optimizer state stay on the host. The process group can all-reduce host
     tensors, which is necessary for the check for inf and nan and for the norm in gradient clipping.
@@ -51,9 +51,9 @@ class HostShards(_Strategy):
 
 
 class _ShardsStay(TorchFunctionMode):
-    """Torch function mode in which `Tensor.to` leaves DTensors on their device.
+    """Torch function mode that prevents `Tensor.to` from moving DTensors to another device.
 
-    Lightning would move the module, and the state that optimizers create in their constructors.
+    Otherwise Lightning would move the module, and the state that optimizers create in their constructors.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +66,7 @@ class _ShardsStay(TorchFunctionMode):
 
 
 class CallsOutsideOfSteps:
-    """Hooks that enable half precision when user code calls a sharded module outside of a step.
+    """Forward hooks that enable half precision when user code calls a sharded module outside of a step.
 
     They are registered on the module and on its children, and enter the context of a step. FSDP gathers half-precision
     parameters for such calls as well, so outside of a step the calls need the same context.
@@ -133,7 +133,7 @@ class ShardedHalfMixin(MasterWeightMixin):
     bytes."""
 
     def shard_(self, network: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
-        """Shard a network in place by `fully_shard`, with a separate unit for each block.
+        """Shard a network in place with `fully_shard`, making each block a separate FSDP unit.
 
         All fp32 modules form another unit, and so do all remaining modules.
 

@@ -24,7 +24,7 @@ MAX_SKIPPED_STEPS_IN_A_ROW = 40
 
 
 class EndlessOverflowError(RuntimeError):
-    """Error raised when gradients overflow in so many successive steps that no loss scale can help."""
+    """Error raised when gradients overflow in too many consecutive steps for any loss scale to help."""
 
 
 class SkipFlag:
@@ -76,7 +76,7 @@ class OptimizerStepState:
         grad_scale: Loss scale that the gradients of the next step contain.
         skip_flag: Flag of the last step. None: that step was not skipped.
         num_skipped: Number of skipped steps.
-        num_in_a_row: Number of successive skipped steps, up to and including the last step.
+        num_in_a_row: Number of consecutive skipped steps, up to and including the last step.
     """
 
     loss_scale: LossScale | None
@@ -94,7 +94,7 @@ class OptimizerStepState:
             self.loss_scale.to(device)
 
     def count(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Count one step as skipped or clean, and update the loss scale, without waiting for the device.
+        """Count a step as skipped or not, and update the loss scale, without waiting for the device.
 
         Args:
             found_inf: 0-dim tensor that is above 0 if the step was skipped.
@@ -136,7 +136,7 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """List of the loss scales and skipped-step counters of all optimizers, in the trainer's order.
+    """Loss scales and skipped-step counters of all optimizers, in the order of the trainer.
 
     Args:
         loss_scale: Loss scale of the first optimizer. Other optimizers get copies of it.
@@ -154,7 +154,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
             state.to(device)
 
     def of(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the state of an optimizer, and assign one if it has none yet.
+        """Return the state of an optimizer, assigning one if it has none yet.
 
         This is the first state without an optimizer, or a new state.
         """
@@ -215,9 +215,9 @@ class OptimizerStepStates(list[OptimizerStepState]):
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
-        """Set the same loss scale for all optimizers that a backward can reach, and return it.
+        """Set and return a common loss scale for all optimizers that a backward pass can reach.
 
-        This is the smallest scale of these optimizers.
+        The common scale is the smallest scale of these optimizers.
         """
         # A backward has one loss and therefore one scale, which is a factor of all gradients that it computes.
         reached = list(self)

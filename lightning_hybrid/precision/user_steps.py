@@ -1,6 +1,6 @@
-"""Global optimizer hooks that support optimizer steps run by user code without Lightning.
+"""Global optimizer hooks for optimizer steps that user code runs without Lightning.
 
-Such a step runs on fp32 parameters with fp32 gradients. After an overflow gradients are None.
+Such a step runs on fp32 parameters with fp32 gradients. After an overflow, the gradients are None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_hybrid.precision.optimizer_protocol import closure_in, parameters
 
 
 class UserSteps:
-    """Global optimizer hooks that switch parameters to fp32 during steps called by user code.
+    """Global optimizer hooks that switch parameters to fp32 for optimizer steps that user code calls.
 
     Args:
         window: Half-precision window, which is closed during such a step.

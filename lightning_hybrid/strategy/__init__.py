@@ -1,4 +1,4 @@
-"""Lightning strategy that runs the training step, from a batch to the updated weights.
+"""Lightning strategy `hybrid_allreduce`, its extensions and its options.
 
 A training step has these stages. `tests/test_one_step.py` checks them in the same order:
 

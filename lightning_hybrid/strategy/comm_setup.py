@@ -1,4 +1,4 @@
-"""Communication topology, plan and engine of the strategies for the Trainer and for Fabric."""
+"""Setup of communication for the Trainer and Fabric strategies: topology, plan and engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _unwrapped(hook: BucketHook) -> BucketHook:
 
 
 class CommSetup:
-    """Communication setup of a strategy, with the topology, plan, engine and DDP hook of a training run.
+    """Communication setup of a strategy, which holds a run's topology, plan, engine and DDP hook.
 
     Attributes:
         options: The options of the strategy.
@@ -89,12 +89,12 @@ class CommSetup:
         return self.engine.trace
 
     def enter(self, phase: Phase) -> None:
-        """Record in the communication trace that a phase of the training step begins."""
+        """Record the beginning of a phase of the training step in the communication trace."""
         if self.engine is not None:
             self.engine.trace.enter(phase)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context whose duration the trace records as time spent waiting for other ranks."""
+        """Return a context whose duration is recorded as time spent waiting for other ranks."""
         if self.engine is None:
             return nullcontext()
         return self.engine.trace.waiting()
@@ -102,7 +102,7 @@ class CommSetup:
     # ---- topology and plan -------------------------------------------------------------------
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether the options or the module's layers could use several process groups at once."""
+        """Return whether the options or the module's layers may use several process groups at the same time."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
         if self.options.plan.algorithm not in ("auto", "flat"):
@@ -149,7 +149,7 @@ class CommSetup:
         self._timeout = timeout
 
     def find_plan(self, module: nn.Module) -> None:
-        """Determine and store the communication plan for the options, topology and module gradients."""
+        """Determine the communication plan from the options, the topology and the module's gradients."""
         on_cuda = self.device.type == "cuda"
         codec = self.options.dtype_across_nodes
         if self.options.is_adasum:
@@ -170,7 +170,7 @@ class CommSetup:
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
-        """Store extra engine arguments, and use the communication plan among them if there is one."""
+        """Store additional engine arguments, and adopt their communication plan if they contain one."""
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
 
@@ -250,7 +250,7 @@ class CommSetup:
             self.engine.coder.begin_step(module.trainer.global_step)
 
     def share_work(self, optimizers: Sequence[Optimizer]) -> None:
-        """Distribute the computation of `LARS(direction="orthogonal")` over the ranks of each node.
+        """Share the computation of `LARS(direction="orthogonal")` among the ranks of each node.
 
         Collective: every rank of the group must call it, in the same order.
         """
@@ -271,10 +271,10 @@ class CommSetup:
     # ---- end ---------------------------------------------------------------------------------
 
     def close(self, optimizers: Sequence[Optimizer]) -> None:
-        """Close the engine, write its timeline and destroy the process group for distributed LARS computation."""
+        """Close the engine, write its timeline and destroy the process group that `share_work` created."""
         engine = self.engine
         self.engine = None
-        self.hook_state = None  # frees a codec's buckets, which are as large as all gradients
+        self.hook_state = None  # This frees a codec's buckets, which are as large as all gradients.
         self.engine_type = CommEngine
         self.wrap_hook = _unwrapped
         try:
@@ -317,7 +317,7 @@ def _is_orthogonal(optimizer: Optimizer) -> bool:
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
-    """Return the `id`s of all parameters that DDP averages or ignores, and the names that it ignores."""
+    """Return the `id`s of all parameters that DDP averages or ignores, and the names of ignored parameters."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     averaged: set[int] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):

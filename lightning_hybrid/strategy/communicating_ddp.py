@@ -1,4 +1,4 @@
-"""Base class of the strategies for rendezvous, gradient averaging and failure reports."""
+"""Base class of the strategies, which handles rendezvous, gradient averaging and failure reports."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class CommunicatingDDP(_Base):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Set up processes like DDP, and start a watchdog that names missing or failed ranks in errors."""
+        """Set up processes like DDP, and start a watchdog, so that errors name missing or failed ranks."""
         has_several = self._comm.has_several_communicators(self._module)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
@@ -146,7 +146,7 @@ class CommunicatingDDP(_Base):
     # ---- communication of a run --------------------------------------------------------------
 
     def _begin_communication(self) -> None:
-        """Determine the topology of a training run and reset the communication setup.
+        """Reset the communication setup for a training run, and determine the topology.
 
         Collective, unless the user set `ranks_per_node`: every rank must call it.
         """
@@ -160,7 +160,7 @@ class CommunicatingDDP(_Base):
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """True if gradients are summed over several ranks."""
+        """True if gradients are all-reduced over more than one rank."""
         return bool(self.world_size > 1)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -181,7 +181,7 @@ class CommunicatingDDP(_Base):
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward pass, and raise if it produces no gradients although other ranks wait for them."""
+        """Run the backward pass, and raise an error if it produces no gradients for which other ranks wait."""
         refuse_loss_without_gradient(
             closure_loss, rank=self.global_rank, world_size=self.world_size
         )
@@ -196,7 +196,7 @@ class CommunicatingDDP(_Base):
         return scaled_loss
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Raise if a backward pass produced no gradient bucket although other ranks wait for its gradients."""
+        """Raise if a backward pass has filled no gradient bucket although other ranks wait for one."""
         is_averaged = (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
@@ -213,40 +213,40 @@ class CommunicatingDDP(_Base):
     # ---- failures ----------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Run DDP's `on_train_start`, and install a handler so that SIGTERM on any rank stops all ranks."""
+        """Run DDP's `on_train_start`, and install a SIGTERM handler that stops all ranks together."""
         super().on_train_start()
         self._failures.watch_sigterm(self._module.trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks like DDP, unless an error has ended the run on this rank.
+        """Wait for all ranks at a barrier, unless an error has ended the run on this rank.
 
-        Such a rank returns at once, because the other ranks would not reach the barrier.
+        After such an error the method returns at once, because the other ranks would not reach the barrier.
         """
         if not self._failures.is_alone():
             with self._comm.waiting():
                 super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast an object like DDP, or return it unchanged if an error has ended the run on this rank."""
+        """Broadcast an object from rank `src`, or return it unchanged if an error has ended this rank's run."""
         if self._failures.is_alone():
             return obj
         with self._comm.waiting():
             return super().broadcast(obj, *args, **kwargs)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce a tensor over all ranks like DDP, and record the duration as waiting time."""
+        """Reduce a tensor over all ranks, and record the duration as waiting time."""
         with self._comm.waiting():
             return super().reduce(tensor, *args, **kwargs)
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Gather a tensor from all ranks like DDP, and record the duration as waiting time."""
+        """Gather a tensor from all ranks, and record the duration as waiting time."""
         with self._comm.waiting():
             gathered: torch.Tensor = super().all_gather(tensor, *args, **kwargs)
             return gathered
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report this rank's error to the other ranks, or name the rank at fault in the error message."""
-        # This comes first: DDP replaces torch's message by its advice, which the report below the traceback repeats.
+        """Report this rank's error to other ranks, or add the rank at fault to an error caused elsewhere."""
+        # This comes first, because DDP replaces torch's message by its advice, which the report then repeats.
         super().on_exception(exception)
         use_own_names(exception, strategy=type(self).__name__)
         first_rank = self.node_rank * self.num_processes

@@ -268,11 +268,11 @@ def refuse_excluded(
         features: The text ``name` (=value)` of each feature, by the names of `CURES`.
         rows: The pairs that cannot be combined.
         cures: For each feature, the change that removes it.
-        error: Function that makes the error from its message.
+        error: Function that creates the error from its message.
 
     Raises:
-        ValueError: Two features cannot be combined. With `error`, the error that it makes is raised instead. The
-            message names both features, the reason and the cures.
+        ValueError: Two features cannot be combined. If `error` is given, the error that it creates is raised instead.
+            The message names both features, the reason and the cures.
 
     >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
@@ -289,7 +289,7 @@ all-reduce algorithms, but Adasum is not a sum. Leave `comm.plan` out, or set be
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:
-    """Return the properties of a topology that some options do not support, such as unequal node sizes."""
+    """Return those properties of a topology that some options do not support, such as unequal nodes."""
     if topology.ranks_per_node:
         return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
@@ -297,7 +297,7 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
-    """Return the properties of a precision plugin that some options do not support, such as `64-true`."""
+    """Return those properties of a precision plugin that some options do not support, such as `64-true`."""
     text = f"`precision` (={plugin.precision!r})"
     features: dict[str, str] = {}
     if plugin.precision == "64-true":
@@ -310,7 +310,7 @@ def in_precision(plugin: Any) -> dict[str, str]:
 
 
 def in_module(module: nn.Module) -> dict[str, str]:
-    """Return the layers of a module that some options do not support, such as `SyncBatchNorm`."""
+    """Return those layers of a module that some options do not support, such as `SyncBatchNorm`."""
     features: dict[str, str] = {}
     for name, layer in module.named_modules():
         text = f"`{name or 'the module'}` (={type(layer).__name__})"
@@ -330,7 +330,7 @@ _EXCLUDING_CALLBACKS = (
 
 
 def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
-    """Return the callbacks that some options do not support, such as `ModelPruning`."""
+    """Return those callbacks that some options do not support, such as `ModelPruning`."""
     features: dict[str, str] = {}
     for callback in callbacks:
         for name in _EXCLUDING_CALLBACKS:
@@ -342,7 +342,7 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return optimizer properties that some options do not support, such as a parameter in two optimizers.
+    """Return those properties of optimizers that some options do not support, such as shared parameters.
 
     Args:
         optimizers: Optimizers to inspect.
@@ -410,7 +410,7 @@ def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> 
 
 
 def _coupled_types(layer: nn.Module) -> list[type]:
-    """Return the types of loss layers that compare the samples of a batch with each other."""
+    """Return the types of all loss layers that compare the samples of a batch with each other."""
     couples = getattr(layer, "couples_the_batch", None)
     if couples is False:  # a `GlobalBatch`, with any loss
         return []

@@ -1,6 +1,6 @@
 """Validation, test and prediction in which every sample counts once (`exact_evaluation`).
 
-Ranks then have unequal numbers of samples. The following rules ensure that this makes no rank wait for another one:
+Ranks then have unequal numbers of samples. The following rules keep ranks from waiting for each other in vain:
 
     number of batches       is equal on all ranks, or one less if the last batch would contain only a repeated sample.
                             Each rank has at least one batch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """State of exact evaluation, for loaders and collectives in validation, test and prediction.
+    """State and rules of exact evaluation, for the data loaders and collectives of evaluation loops.
 
     Args:
         is_exact: Whether every sample counts once. False: as in `ddp`, which repeats some samples.
@@ -49,7 +49,7 @@ class Evaluation:
     # ---- loaders -----------------------------------------------------------------------------
 
     def wrap(self, loader: Any, trainer: Any, with_prefetcher: Callable[[Any], Any]) -> Any:
-        """Return the data loader that Lightning iterates over in place of a user's evaluation loader.
+        """Prepare a user's evaluation loader, and return the loader that Lightning iterates over instead.
 
         Args:
             loader: The user's loader, with the sampler that Lightning has added.
@@ -66,7 +66,7 @@ class Evaluation:
         )
 
         self._trainer = trainer
-        if isinstance(loader, ExactEvaluationLoader):  # wrapped by an earlier evaluation
+        if isinstance(loader, ExactEvaluationLoader):  # The loader was wrapped by an earlier evaluation.
             return loader
         share = None
         if isinstance(loader, DataLoader):
@@ -84,7 +84,7 @@ class Evaluation:
         return with_prefetcher(loader)
 
     def _obstacle_of(self, loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-        """Return the reason why a loader must repeat samples, or None if repeated samples can be skipped."""
+        """Return the reason why repeated samples of a loader cannot be skipped, or None if they can."""
         from lightning_hybrid.data.exact_evaluation import Obstacle, obstacle_of
 
         obstacle = obstacle_of(loader, share)
@@ -104,7 +104,7 @@ class Evaluation:
 
     @property
     def _stage(self) -> str:
-        """Name of the evaluation stage in hooks and options, which is val, test or predict."""
+        """Name of the evaluation stage as it appears in hooks and options: val, test or predict."""
         return str(self._trainer.state.stage.dataloader_prefix)
 
     @property
@@ -113,7 +113,7 @@ class Evaluation:
         return limit
 
     def _runs_all(self, num_batches: int) -> bool:
-        """Return whether `limit_<stage>_batches` permits all `num_batches` batches of a loader."""
+        """Return whether `limit_<stage>_batches` is high enough to run all `num_batches` batches."""
         if isinstance(self._limit, int):
             return self._limit >= num_batches
         return int(num_batches * self._limit) == num_batches
@@ -121,14 +121,14 @@ class Evaluation:
     # ---- user code that calls collectives ----------------------------------------------------
 
     def num_collectives(self) -> int:
-        """Return the number of collectives that this process has called, excluding DDP's buffer broadcasts.
+        """Return how many collectives this process has called, not counting DDP's buffer broadcasts.
 
         DDP calls collectives in evaluation steps to broadcast its buffers.
         """
         return _num_collectives() - self._num_of_ddp
 
     def num_before_step(self) -> int:
-        """Return the number of collectives that this process had called before the latest evaluation step."""
+        """Return how many collectives this process had called when the latest evaluation step began."""
         return self._num_before_step
 
     @contextmanager
@@ -160,7 +160,7 @@ class Evaluation:
             handle.remove()
 
     def note_padding(self, share: EvaluationShare) -> None:
-        """Warn once that the last batch repeats samples because user code calls collectives."""
+        """Warn once that the last batch repeats samples, because user code calls collectives."""
         step = f"{self._stage}_step"
         if self._stage == "val":
             step = "validation_step"
@@ -231,7 +231,7 @@ class Evaluation:
 
 
 def _num_collectives() -> int:
-    """Return the number of collectives called by this process in all its process groups."""
+    """Return how many collectives this process has called in all its process groups."""
     total = 0
     for group in dist.distributed_c10d._world.pg_map:
         for device_type in group._device_types:
@@ -250,7 +250,7 @@ def _can_count() -> bool:
 
 
 def _repeats(share: EvaluationShare) -> str:
-    """Return a clause for a warning that states how many samples count more than once."""
+    """Return a clause for a warning, which says how many samples count more than once."""
     if share.num_repeats == 1:
         return f"1 sample of {share.num_samples} counts twice"
     if share.num_repeats <= share.num_samples:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FitContext:
-    """Description of a training run, which extensions can read during the run and after its end.
+    """Description of a training run that extensions can read, both during the run and after it.
 
     Attributes:
         module: The user's module.
@@ -83,7 +83,7 @@ class FitContext:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningFit(FitContext):
-    """Description of a training run in progress, with its communication engine and DDP module.
+    """Description of a training run in progress, including its communication engine and DDP module.
 
     Extensions must not keep the object, because it holds DDP's buckets.
 
@@ -101,7 +101,7 @@ class RunningFit(FitContext):
 
 
 class FitExtension:
-    """Base class of strategy extensions, whose hooks by default do nothing.
+    """Base class of strategy extensions. By default, all hooks do nothing.
 
     A factory `factory(fit: FitContext)` creates the extension, and may raise an error to reject the run.
     """
@@ -119,7 +119,7 @@ class FitExtension:
         return {}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Start the extension after DDP, the communication engine and the optimizers have been created.
+        """Start the extension, after DDP, the communication engine and the optimizers have been created.
 
         Called before a checkpoint is restored. May be collective.
         """
@@ -133,7 +133,7 @@ class FitExtension:
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields the optimizer state to load on this rank, given the full `state`."""
+        """Return a context that yields this rank's part of a full optimizer state, to be loaded."""
         return nullcontext(state)
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
@@ -171,7 +171,7 @@ class FitExtension:
         return run(loss)
 
     def before_all_gather(self, fit: RunningFit) -> None:
-        """Run before every `all_gather` of the module or strategy, which it can prevent by raising an error."""
+        """Run before every `all_gather` of the module or strategy. Raise an error to prevent the call."""
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Run an optimizer step by calling `run()`, and return its result.
@@ -191,7 +191,7 @@ class FitExtension:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run the closure and the optimizer update, by default by calling `run()`.
+        """Run the closure and the optimizer update by calling `run()`, and return the result.
 
         Called inside every `step`. `options` are the keyword arguments of `optimizer.step`.
         """
@@ -200,7 +200,7 @@ class FitExtension:
     # ---- hooks of the loop -------------------------------------------------------------------
 
     def before_validation(self, fit: RunningFit) -> None:
-        """Run before validation or the sanity check, ahead of the hooks of all callbacks.
+        """Run before validation or the sanity check, before the hooks of all callbacks.
 
         May be collective.
         """
@@ -215,7 +215,7 @@ class FitExtension:
         """Run at the end of validation, after the hooks of callbacks and module."""
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Run before the end of training, ahead of the hooks of all callbacks.
+        """Run at the end of training, before the hooks of all callbacks.
 
         May be collective.
         """
@@ -223,7 +223,7 @@ class FitExtension:
     # ---- checkpoints and status --------------------------------------------------------------
 
     def reading_module(self, fit: RunningFit) -> AbstractContextManager[None]:
-        """Return a context in which the strategy reads the module's state dict.
+        """Return a context that surrounds the strategy's reading of the module's state dict.
 
         Collective, unless this rank is failing.
         """
@@ -258,7 +258,7 @@ class FitExtension:
         """
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Stop the extension and release the resources created by `after_setup`, even if setup failed.
+        """Stop the extension and release the resources of `after_setup`, even if the setup has failed.
 
         The engine still runs. Collective only without an error.
         """

@@ -42,20 +42,20 @@ class NumberedParameter(NamedTuple):
 
 
 class Slab:
-    """Group of parameters with adjacent codec blocks, whose residuals are gathered in one collective."""
+    """Group of parameters whose residuals are gathered in one collective, with adjacent codec blocks."""
 
     def __init__(self, first: NumberedParameter) -> None:
         self.parameters = [first]
         self.first_block = first.first_block
 
     def has_room_for(self, entry: NumberedParameter) -> bool:
-        """Return whether the slab stays within `SLAB_NUMEL` elements if the parameter is added."""
+        """Return whether the parameter can be added without exceeding `SLAB_NUMEL` elements."""
         end = entry.first_block * BLOCK + num_reals(entry.parameter)
         return end - self.first_block * BLOCK <= SLAB_NUMEL
 
     @property
     def end_block(self) -> int:
-        """Index one past the last codec block of the slab."""
+        """Index of the first codec block after the slab."""
         last = self.parameters[-1]
         return last.first_block + num_blocks_of(num_reals(last.parameter))
 
@@ -67,7 +67,7 @@ class Slab:
 
 
 def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> None:
-    """Raise if the strategy cannot know whether an optimizer step was applied or skipped.
+    """Raise if the strategy cannot find out whether an optimizer step was applied or skipped.
 
     Raises:
         ValueError: Lightning's gradient scaler or user code decides which steps are skipped.
@@ -82,7 +82,7 @@ def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> N
 
 
 def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> Tensor:
-    """Return one node's error-feedback residual, computed from the checkpoint's residuals of all nodes.
+    """Compute one node's error-feedback residual from the residuals of all nodes in a checkpoint.
 
         same number of nodes    r_n <- growth * rows_n
         otherwise               r_n <- growth * sum(rows) / num_nodes
@@ -126,7 +126,7 @@ class ErrorFeedbackExtension(FitExtension):
             self._feedback.may_skip = _step_state(fit) is not None
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Pass the current loss scale to the error feedback, which rescales residuals when the scale changes."""
+        """Tell the error feedback the current loss scale, so that it rescales residuals if the scale changed."""
         if self._feedback is None:
             return
         state = _step_state(fit)
@@ -145,7 +145,7 @@ class ErrorFeedbackExtension(FitExtension):
         return outputs
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Discard the residuals, because other ranks may not join the collectives that gather them."""
+        """Discard the residuals, because other ranks may not take part in gathering them any more."""
         if fit.failures.ending_error is not None:
             self._feedback = None
 
@@ -192,7 +192,7 @@ class ErrorFeedbackExtension(FitExtension):
                 values = share
                 if node != fit.topology.node:
                     values = torch.zeros_like(share)
-                dist.reduce(values, dst=0)  # over all ranks: ranks of a node have different blocks
+                dist.reduce(values, dst=0)  # over all ranks, because the ranks of a node have different blocks
                 if fit.topology.rank != 0:
                     continue
                 for name, row in slab.rows(values):
@@ -202,7 +202,7 @@ class ErrorFeedbackExtension(FitExtension):
         return residuals
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Restore this node's residuals from a checkpoint, or leave them zero if it contains none."""
+        """Restore this node's residuals from a checkpoint. If it has none, keep them at zero."""
         saved = checkpoint.get(KEY)
         if self._feedback is None or saved is None:
             return

@@ -1,4 +1,4 @@
-"""Extensions of one training run, with their construction from the options and their hook calls."""
+"""Creation of extensions from a strategy's options, and dispatch of hook calls to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_hybrid.strategy.extension import FitContext, FitExtension, Runnin
 class FitExtensions:
     """Container of all extensions of one training run, which calls their hooks in order.
 
-    It ends them in reverse order. Without extensions every method does nothing.
+    The container ends extensions in reverse order. Without extensions, its methods do nothing.
 
     Args:
         fit: The description of the run that extensions may read.
@@ -55,7 +55,7 @@ class FitExtensions:
             extension.before_optimizers(self.fit)
 
     def engine_options(self, plan: CommPlan) -> dict[str, Any]:
-        """Return the communication plan and the other engine arguments that the extensions request."""
+        """Return the communication plan and other engine arguments that extensions request."""
         options: dict[str, Any] = {"plan": plan}
         for extension in self.members:
             options |= extension.engine_options(self.fit, options["plan"])
@@ -99,7 +99,7 @@ class FitExtensions:
         trainer.callbacks[:] = [first, *trainer.callbacks, last]
 
     def training_loader(self, loader: Any) -> Any:
-        """Return the training loader after each extension has had the chance to replace it."""
+        """Return the training loader, after giving each extension the chance to replace it."""
         for extension in self.members:
             loader = extension.training_loader(self.fit, loader)
         return loader
@@ -107,18 +107,18 @@ class FitExtensions:
     # ---- during the run ----------------------------------------------------------------------
 
     def _running_members(self) -> list[tuple[FitExtension, RunningFit]]:
-        """Return (extension, run description) pairs of all started extensions, or an empty list without a run."""
+        """Return each started extension with the description of the current run (empty if none is running)."""
         if self._running is None:
             return []
         return [(extension, self._running) for extension in self._begun]
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call the named hook of each started extension and ignore its result, if training is running."""
+        """Call the named hook of all started extensions if training is running, ignoring the results."""
         for extension, fit in self._running_members():
             getattr(extension, hook)(fit, *args)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run the backward pass nested in the hooks of all extensions, with the first extension outermost."""
+        """Run the backward pass inside the nested hooks of all extensions, the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.backward, fit, run=run)
         return run(loss)
@@ -130,7 +130,7 @@ class FitExtensions:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run an optimizer step nested in the hooks of all extensions, with the first extension outermost."""
+        """Run an optimizer step inside the nested hooks of all extensions, the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.update, fit, optimizer, closure, run, **options)
         for extension, fit in reversed(self._running_members()):
@@ -155,7 +155,7 @@ class FitExtensions:
             yield
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full state dict of an optimizer, for which extensions may gather shards from ranks."""
+        """Return the full state dict of an optimizer, letting extensions gather shards from other ranks."""
         for extension, fit in self._running_members():
             state = extension.optimizer_state(fit, optimizer, state)
         return state
@@ -230,7 +230,7 @@ class FitExtensions:
             raise
 
     def put_back(self, error: BaseException | None) -> None:
-        """Let the extensions restore the module, in reverse order of their changes to it.
+        """Let the extensions undo their changes to the module, in reverse order.
 
         A second call does nothing.
         """
@@ -286,7 +286,7 @@ def _hook_method(function: Callable[[], None]) -> Callable[..., None]:
 
 
 def build_extensions(strategy: Any) -> FitExtensions:
-    """Create the built-in and user-defined extensions that a strategy's options request.
+    """Create all built-in and user-defined extensions that a strategy's options select.
 
     The built-in extensions come first.
 
@@ -318,7 +318,7 @@ def build_extensions(strategy: Any) -> FitExtensions:
 
 
 def _build_built_in(fit: FitContext, options: Any, *, saves_residuals: bool) -> list[FitExtension]:
-    """Create the built-in extensions that the strategy's options and the module request."""
+    """Create the built-in extensions that the strategy's options and the module require."""
     # Modules are imported here, because a run needs only the modules of its own options.
     extensions: list[FitExtension | None] = []
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):

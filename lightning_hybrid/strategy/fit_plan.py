@@ -1,4 +1,4 @@
-"""Communication plan of a training run, with bucket sizes for DDP and a description for the log."""
+"""Helpers for the communication plan of a run, its bucket sizes in DDP and its description in logs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask_planner(
     on_cuda: bool,
     across_nodes: torch.dtype | Codec | None = None,
 ) -> CommPlan:
-    """Return the communication plan that a planner chooses for the sizes of the module's gradients.
+    """Let a planner choose a communication plan for the gradients of a module.
 
     All ranks get the same plan, because the choice does not depend on measurements.
 
@@ -61,10 +61,10 @@ def ask_planner(
 def bucket_caps_for_ddp(
     module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
 ) -> dict[str, Any]:
-    """Return the plan's bucket sizes as DDP's keyword argument `bucket_cap_mb_list`.
+    """Convert a plan's bucket sizes to DDP's keyword argument `bucket_cap_mb_list`.
 
     The result is empty if torch has no such argument or the user set it. On CUDA, if a plan leaves buckets to DDP, the
-    list has DDP's own two sizes: the first bucket's size and the size of all other buckets.
+    list has DDP's own two sizes: that of the first bucket and that of all other buckets.
 
     >>> bias_then_weight = nn.Linear(256, 256)
     >>> bucket_caps_for_ddp(bias_then_weight, CommPlan(last_bucket_bytes=1024), {}, num_nodes=2)

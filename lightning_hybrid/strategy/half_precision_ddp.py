@@ -1,4 +1,4 @@
-"""Base class of the strategies for half-precision training with fp32 master weights."""
+"""Base class of the strategies, which adds half-precision training with fp32 master weights to DDP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class HalfPrecisionDDP(CommunicatingDDP):
-    """DDP strategy that adds fp32 master weights to Lightning's plain half precision.
+    """DDP strategy that uses fp32 master weights for the precisions `"16-true"` and `"bf16-true"`.
 
     With any other precision plugin, it works like `CommunicatingDDP`.
 
@@ -69,7 +69,7 @@ class HalfPrecisionDDP(CommunicatingDDP):
         )
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Finish DDP's gradient averaging after a backward pass, unless the precision plugin has done so."""
+        """Finish DDP's gradient averaging after a backward pass, unless the precision plugin already has."""
         if self._half is None:
             self._flush_backward(closure_loss)
 
@@ -79,7 +79,7 @@ class HalfPrecisionDDP(CommunicatingDDP):
         super().post_backward(closure_loss)
 
     def _phase_unless_manual(self, phase: Phase) -> Phase:
-        """Return `phase` in automatic optimization, and `Phase.FORWARD` in manual optimization.
+        """Return `phase`, or `Phase.FORWARD` in manual optimization.
 
         In manual optimization, optimizer steps run within `training_step`.
         """

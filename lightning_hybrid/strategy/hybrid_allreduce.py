@@ -1,4 +1,4 @@
-"""Strategy `hybrid_allreduce`, which adds precision, communication and loaders to Lightning's DDP."""
+"""Strategy `hybrid_allreduce`, which extends Lightning's DDP strategy."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class HybridAllReduce(HalfPrecisionDDP):
             self._failures.end_setup()  # The engine's watchdog names missing ranks from here on.
 
     def _hidden(self) -> AbstractContextManager[None]:
-        """Return a context in which moving the module to the device skips layers of other ranks."""
+        """Return a context in which layers of other ranks are not moved to the device with the module."""
         return nullcontext()
 
     def model_to_device(self) -> None:
@@ -193,15 +193,15 @@ class HybridAllReduce(HalfPrecisionDDP):
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers, and raise if one of them has parameters outside the module."""
+        """Create the optimizers, and raise an error if one of them has parameters outside the module."""
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader with prefetching, and with exact resume or exact evaluation if enabled.
+        """Add prefetching to a loader, and exact resume or exact evaluation if enabled.
 
-        Batches are not prefetched to the device if hooks of the user move them.
+        Batches are not prefetched to the device if the user's own hooks move them.
         """
         loader = super().process_dataloader(dataloader)
         dtype = self._masters.dtype
@@ -210,12 +210,12 @@ class HybridAllReduce(HalfPrecisionDDP):
     # ---- step --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Run DDP's `on_train_start`, then restore loader states and batch counters of a resumed run."""
+        """Run DDP's `on_train_start`, and correct the loaders' batch counters in a resumed run."""
         super().on_train_start()
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Prepare extensions and communication for a batch, and raise if this rank must stop after a SIGTERM."""
+        """Prepare extensions and communication for a batch, or raise if SIGTERM must stop this rank."""
         super().on_train_batch_start(batch, batch_idx)
         self._extensions.call("before_batch", batch_idx)
         self._failures.before_batch()
@@ -224,7 +224,7 @@ class HybridAllReduce(HalfPrecisionDDP):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's `training_step` with half-precision parameters and the hooks of extensions.
 
-        If the step returns no loss, the fp32 parameters are restored here, because no backward will do so.
+        If the step returns no loss, the fp32 parameters are restored here, because no backward pass will do so.
         """
         # Extensions and DDP may wait for other ranks before the module's own forward.
         self._comm.enter(Phase.WAIT)
@@ -248,7 +248,7 @@ class HybridAllReduce(HalfPrecisionDDP):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Check that the gradients of all trained parameters are averaged, then run the step with extension hooks."""
+        """Check that DDP averages all trained parameters, then run the step inside the hooks of extensions."""
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
@@ -279,7 +279,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         super().on_validation_end()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over ranks, converting integers to floats if exact evaluation averages them."""
+        """Reduce a tensor over all ranks. In exact evaluation, integers are averaged as floats."""
         tensor = self._evaluation.to_reduce(tensor, reduce_op)
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
@@ -300,7 +300,7 @@ class HybridAllReduce(HalfPrecisionDDP):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint with extension and loader state, or raise if the engine has failed on CUDA."""
+        """Save a checkpoint with the states of extensions and loaders, unless training has failed on CUDA."""
         refuse_after_failure(self._comm.engine)
         self._loaders.save(checkpoint, is_alone=self._failures.is_failing())
         self._extensions.save(checkpoint)
@@ -328,7 +328,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Tear down extensions, engine, master weights and DDP in this order."""
+        """Tear down the extensions, the engine, the master weights and DDP, in this order."""
         try:
             self._extensions.end(self._failures.ended_by)
         finally:

@@ -1,4 +1,4 @@
-"""Data loaders of a strategy, with exact resume of the user's own loaders and prefetching."""
+"""Preparation of data loaders by a strategy, with prefetching and exact resume."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _KEY = "exact_resume"
 
 
 class TrainingLoaders:
-    """Manager of a strategy's training loaders, which finds the batch at which a resumed run continues.
+    """Manager of a strategy's training loaders, which determines where a resumed run continues.
 
-    It implements the interface `Reader`, from which exact loaders learn the position in training.
+    It implements the interface `Reader`, which tells exact loaders the position in training.
 
     Args:
         exact_resume: Whether a user's own `DataLoader` resumes exactly.
@@ -70,7 +70,7 @@ class TrainingLoaders:
         share: Mapping[str, int],
         replace: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Reset the state for a new training run, and determine the random seed of the loaders.
+        """Reset the state for a new training run, and choose the random seed of the loaders.
 
         Collective if several ranks read the same data: every rank must call it.
 
@@ -109,7 +109,7 @@ class TrainingLoaders:
             source.instance = copy.copy(source.instance)
 
     def after_optimizers(self, trainer: Any) -> None:
-        """Discard loaders created in `configure_optimizers`, so that Lightning rebuilds them on resume.
+        """Discard loaders that `configure_optimizers` has created, so that Lightning rebuilds them on resume.
 
         `trainer.estimated_stepping_batches` creates loaders before their state in the checkpoint is read, and Lightning
         2.6 would drop that state.
@@ -120,7 +120,7 @@ class TrainingLoaders:
     def process(
         self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None
     ) -> Any:
-        """Return the data loader that Lightning iterates over in place of a user's loader.
+        """Prepare a user's loader, and return the loader that Lightning iterates over instead.
 
         A training loader resumes exactly in the middle of an epoch. Other loaders can yield every sample once, see
         `evaluation.py`. All loaders move batches to the device in advance.
@@ -164,7 +164,7 @@ class TrainingLoaders:
     def _wrap_training_loader(
         self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]
     ) -> Any:
-        """Return a training loader with prefetching, and with exact resume if it is enabled and supported.
+        """Add prefetching to a training loader, and exact resume if it is enabled and supported.
 
         The user's loader is wrapped in this order:
 
@@ -198,7 +198,7 @@ class TrainingLoaders:
         return int(self._trainer.accumulate_grad_batches)
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop, as opposed to user code, holds this iterator."""
+        """Return whether an iterator belongs to the training loop, and not to user code."""
         from lightning_hybrid.data.place import is_held_by_training
 
         return is_held_by_training(self._trainer, holder)
@@ -282,7 +282,7 @@ class TrainingLoaders:
             )
 
     def _resumed_start(self) -> Place:
-        """Return the epoch in which a resumed run continues and the number of its finished batches.
+        """Return the epoch in which a resumed run continues, and its number of finished batches.
 
         The batches are counted in the batch size of this run.
 
@@ -305,7 +305,7 @@ class TrainingLoaders:
         return self._start
 
     def _set_accumulation_of(self, epoch: int) -> None:
-        """Apply the number of accumulated batches that `GradientAccumulationScheduler` sets for an epoch.
+        """Set the number of accumulated batches as `GradientAccumulationScheduler` does for an epoch.
 
         The callback itself acts only at the start of an epoch, which a resumed run may skip.
         """
@@ -316,7 +316,7 @@ class TrainingLoaders:
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
 
     def _batches_after(self, resumed: ResumedPlace) -> int:
-        """Return the number of finished batches of the epoch, converted to the batch size of this run."""
+        """Return the number of finished batches of the epoch, in batches of this run's batch size."""
         num_done = resumed.batches_done
         if num_done == 0:
             return 0
@@ -437,7 +437,7 @@ class TrainingLoaders:
     # ---- checkpoints -------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], *, is_alone: bool) -> None:
-        """Replace this rank's loader states in a checkpoint by a separate entry with the states of all ranks.
+        """Move the loader states in a checkpoint to a separate entry, which holds the states of all ranks.
 
         Collective, unless `is_alone`: every rank must call it.
 

@@ -1,4 +1,4 @@
-"""Checks that the loss of a rank depends on parameters whose gradients other ranks wait for."""
+"""Checks that a rank's loss depends on parameters, because other ranks wait for their gradients."""
 
 from __future__ import annotations
 

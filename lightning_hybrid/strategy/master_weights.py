@@ -33,7 +33,7 @@ _PLAIN_HALF_PRECISION = (
 def with_masters(
     plugin: Any, plugin_type: type[Masters], loss_scale: str | float | LossScale | None
 ) -> Any:
-    """Return a plugin with fp32 master weights in place of Lightning's plain half-precision plugin.
+    """Replace Lightning's plain half-precision plugin by one with fp32 master weights.
 
     Any other plugin is returned unchanged.
     """
@@ -59,21 +59,21 @@ class MasterWeights:
 
     @property
     def half(self) -> MasterWeightMixin | None:
-        """Precision plugin if it uses fp32 master weights, or else None."""
+        """Precision plugin, or None if it does not use fp32 master weights."""
         if isinstance(self.plugin, MasterWeightMixin):
             return self.plugin
         return None
 
     @property
     def window(self) -> HalfPrecisionWindow | None:
-        """Object that swaps module parameters between fp32 and half precision, or None without master weights."""
+        """Switch of the module's parameters between fp32 and half precision, or None without master weights."""
         if self.half is None:
             return None
         return self.half.window
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Data type of the forward and backward pass in half-precision training, or None."""
+        """Data type of forward and backward in half-precision training, or None in other training."""
         if self.window is None:
             return None
         return self.window.dtype
@@ -143,12 +143,12 @@ class MasterWeights:
     # ---- step --------------------------------------------------------------------------------
 
     def rebuild_buckets(self, model: Any) -> None:
-        """Let DDP rebuild its gradient buckets once, without rounding existing fp32 gradients.
+        """Let DDP rebuild its gradient buckets before a step, without rounding existing fp32 gradients.
 
         After its first backward pass, DDP rebuilds its buckets in the order in which gradients became ready. By default
         it does so at the beginning of a later forward pass. `p.grad` may then hold accumulated fp32 gradients, which
         DDP would round to half precision as it moves them into the new buckets. This method therefore rebuilds the
-        buckets before the forward pass and hides the gradients (sets them to None) meanwhile.
+        buckets before the forward pass, and sets the gradients to None in the meantime.
 
         The strategy calls the method before every training step. It does nothing without half precision, without DDP,
         or after DDP has rebuilt the buckets. DDP does not rebuild them before its first backward pass, or if it
@@ -173,7 +173,7 @@ class MasterWeights:
             self.half.close_window()
 
     def run_deferred_schedules(self) -> None:
-        """Run learning-rate schedules that were deferred until it is known whether the step was skipped."""
+        """Run the deferred steps of learning-rate schedules, which had to wait for the optimizer step."""
         if self.half is not None:
             self.half.run_deferred_schedules()
 
@@ -186,7 +186,7 @@ class MasterWeights:
     # ---- end ---------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """Step the learning-rate schedules that were deferred, and raise if too many consecutive steps overflowed."""
+        """Run deferred learning-rate schedules, and raise if too many consecutive steps have overflowed."""
         if self.half is not None:
             self.half.on_train_end()
 

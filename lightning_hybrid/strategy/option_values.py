@@ -1,4 +1,4 @@
-"""Option objects that a user passes to a strategy.
+"""Option classes, whose objects the user passes to a strategy.
 
 Choices that cannot be combined are classes for the same argument.
 """
@@ -78,7 +78,7 @@ class BetweenNodes(OptionValue):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Mean(BetweenNodes):
-    """Option to average the nodes' gradients in every step.
+    """Option to average gradients between nodes in every step.
 
     Args:
         dtype: Data type of gradients sent between nodes: `"float16"`, `"bfloat16"`, `"int8"` or `"int4"`. The
@@ -122,7 +122,7 @@ class Mean(BetweenNodes):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Adasum(BetweenNodes):
-    """Option to combine the nodes' mean gradients with Adasum, for each parameter and in every step.
+    """Option to combine the mean gradients of the nodes with Adasum, per parameter and in every step.
 
     Gradients that agree are averaged, and orthogonal ones are summed.
 
@@ -184,7 +184,7 @@ class LocalSteps(BetweenNodes):
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """Data type or codec of weight differences between nodes, and of gradients before `from_step`."""
+        """Data type or codec in which nodes send weight differences, and gradients before `from_step`."""
         return _on_wire(self.dtype)
 
     def end_at(self, num_steps: int) -> bool:
@@ -243,7 +243,7 @@ class Comm(OptionValue):
         return self.plan if isinstance(self.plan, Planner) else None
 
     def made_plan(self) -> CommPlan:
-        """Return the communication plan that the options describe.
+        """Return the communication plan that results from the options.
 
         It is `plan` itself, the plan in the file `plan`, or a plan made from `algorithm` and `bucket_bytes`. With a
         planner it is the default plan, until the planner chooses one.
@@ -337,7 +337,7 @@ def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) 
 
 
 def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
-    """Return source code of the option object that the user probably meant, or None.
+    """Return the source code of the option object that the user probably meant, or None.
 
     The value may be a class, the name of a class, a mapping of fields or the value of one field.
     """

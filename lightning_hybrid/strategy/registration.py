@@ -1,4 +1,4 @@
-"""Registration of the strategies' names in the registry of every Lightning package."""
+"""Registration of the strategy names with every Lightning package."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
 
 
 def _suggest_names(registry: Any) -> None:
-    """Make a strategy registry suggest this package's names for a misspelt name.
+    """Make a strategy registry suggest this package's names if a name is misspelt.
 
     Lightning's error would list only its own names.
     """
@@ -117,7 +117,7 @@ def _suggest_names(registry: Any) -> None:
 
 
 class _SuggestingNames(list[str]):
-    """List of strategy names whose membership test raises a helpful error for a misspelt name.
+    """List of strategy names that raises a helpful error if a misspelt name is looked up.
 
     It also raises an error for a strategy class that is passed in place of an object. Trainer and Fabric test whether
     the value of `strategy` is in the list, and offer no other hook before their own error.
@@ -159,7 +159,7 @@ def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
 
 
 class _RegisterWhenImported(MetaPathFinder):
-    """Import finder that registers the strategies after a module of a Lightning package has been imported.
+    """Import finder that registers the strategies as soon as a Lightning package is imported.
 
     Other finders find the module.
     """
@@ -182,7 +182,7 @@ class _RegisterWhenImported(MetaPathFinder):
 
 
 class _RegisteringLoader:
-    """Module loader that registers the strategies after the wrapped loader has executed a module.
+    """Module loader that executes a module with the wrapped loader, then registers the strategies.
 
     All other attributes are taken from the wrapped loader.
     """

@@ -1,6 +1,6 @@
-"""Launch and rendezvous of the ranks of a run.
+"""Rendezvous of all ranks at the start of a run, and checks of the launch options.
 
-Rank zero opens a store at the user's address, and each rank writes its name there.
+Rank zero opens a store at the address that the user has set, and each rank writes its name into the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_hybrid.checks import first_line, plain_value, require_choice
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.lightning_names import lightning_function, lightning_types, misconfiguration
 
-# Seconds after the time limit in which rank zero's result must reach the other ranks. The store answers in
+# Seconds after the time limit within which rank zero's result must reach the other ranks. The store answers in
 # milliseconds, so this leaves a margin.
 GRACE_S = 5.0
 
@@ -106,9 +106,9 @@ def _open_store(
 
 
 def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
-    """Register this process under its rank in the store, or raise if another process has that rank.
+    """Register this process in the store under its rank, or raise if another process has this rank.
 
-    The first process that registers keeps the rank.
+    The first process that registers gets the rank.
 
     Raises:
         RendezvousError: Another process has the rank.
@@ -123,7 +123,7 @@ def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
 
 
 def listening_address(address: str) -> str:
-    """Return the IP address on which rank zero listens, or an empty string for all interfaces.
+    """Return the IP address on which rank zero listens, or an empty string if it is every interface.
 
     A host name other than `localhost` stands for all interfaces.
 
@@ -187,7 +187,7 @@ def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on one address, or None if torch must open its own listener."""
+    """Open a socket that listens on one address, or return None if torch has to open it."""
     if not address:
         return None
     # torch's own listener would use every interface, so any host could reach the store.
@@ -338,7 +338,7 @@ def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def start_method_from(setting: str) -> Any:
-    """Validate the option `start_method` and return it.
+    """Validate and return the option `start_method`.
 
     Raises:
         ValueError: The start method is unknown.
@@ -377,10 +377,10 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
 
 
 def let_ranks_report() -> None:
-    """Delay Lightning's termination of the other ranks after one has died, so that they report the cause.
+    """Make Lightning's launcher wait before it kills ranks, so that they can report which rank died.
 
-    They get `REPORT_S` seconds. Lightning checks every 5 s, and would kill this process before or while it reports the
-    dead rank and the reason.
+    The ranks get `REPORT_S` seconds. Lightning checks every 5 s, and would otherwise kill this process before or while
+    it reports the dead rank and the reason.
     """
     for thread in threading.enumerate():
         if isinstance(thread, lightning_types(_OBSERVER)) and "_run" not in vars(thread):

@@ -1,4 +1,4 @@
-"""Validated options of a strategy, which its constructor passes on as one object."""
+"""Validation of a strategy's constructor arguments, which are then passed on as one object."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class StrategyOptions:
         uneven_batches: UnevenBatches = "error",
         exact_evaluation: bool = False,
     ) -> StrategyOptions:
-        """Validate the constructor arguments of a strategy and return them as options.
+        """Validate the constructor arguments of a strategy, and return them as one object.
 
         This needs no process group.
 
@@ -199,7 +199,7 @@ class StrategyOptions:
         return os.fspath(self.report.trace_dir)
 
     def features(self) -> dict[str, str]:
-        """Return the features that the options request, with a description of each for error messages.
+        """Return the features that the options enable, each with a description for error messages.
 
         The keys are names of `compatibility.CURES`.
         """
@@ -235,7 +235,7 @@ class StrategyOptions:
 
 
 def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
-    """Return `comm` with the bucket size of DDP's argument `bucket_cap_mb`, if the argument is set."""
+    """Return a copy of `comm` with the bucket size from DDP's argument `bucket_cap_mb`, if it is set."""
     bucket_cap_mb = plain_value(bucket_cap_mb)
     if bucket_cap_mb is None:
         return comm
@@ -318,7 +318,7 @@ def argument_names(strategy_type: type, root: type) -> list[str]:
 def refuse_unknown_options(
     ddp_kwargs: Mapping[str, Any], argument_names: Iterable[str], strategy_name: str = STRATEGY_NAME
 ) -> None:
-    """Raise if a keyword is not a `DistributedDataParallel` argument that users can set.
+    """Raise for keyword arguments that are not arguments of DDP, or that users cannot set.
 
     Args:
         ddp_kwargs: The keyword arguments to check.
@@ -333,7 +333,7 @@ def refuse_unknown_options(
     ddp_names = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in _HOOK_OPTIONS:
-            if value is None:  # Lightning's own default
+            if value is None:  # because this is Lightning's own default
                 continue
             raise ValueError(
                 f"`{name}` (={value!r}) cannot be combined with strategy={strategy_name!r}, which registers its own "
@@ -355,7 +355,7 @@ def refuse_unknown_options(
 
 
 def _suggestion(name: str, names: list[str]) -> str:
-    """Return a sentence that suggests the most similar option or option field, or an empty string."""
+    """Return a sentence that suggests the most similar option or field of an option, or an empty string."""
     fields: dict[str, str] = {}
     for argument, option_type in _OPTION_TYPES:
         for option_field in dataclasses.fields(option_type):

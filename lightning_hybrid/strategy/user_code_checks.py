@@ -50,7 +50,7 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
 
 
 def with_own_names(advice: str, strategy_type: str) -> str:
-    """Replace DDP's strategy names in Lightning's advice on unused parameters by this package's names."""
+    """Replace DDP's strategy names by this package's names in Lightning's advice on unused parameters."""
     advice = advice.replace(
         "ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true"
     )
@@ -96,7 +96,7 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
 
 
 def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
-    """Warn about optimizers whose trust ratios discard the magnitude of Adasum gradients."""
+    """Warn about optimizers whose trust ratios discard the gradient magnitude that Adasum computes."""
     for optimizer in optimizers:
         # `optim.param_groups` sets `trust_ratio` in groups even if the optimizer does not support it.
         if "trust_ratio" not in optimizer.defaults:
@@ -112,7 +112,7 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
 
 
 def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None:
-    """Warn if the user has set a loss scale that the precision does not use."""
+    """Warn if the user has set a loss scale but the precision does not use one."""
     if loss_scale is None or plugin.precision == "16-true":
         return
     own_scaler = ""

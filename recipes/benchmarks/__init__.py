@@ -1,1 +1,1 @@
-"""Benchmarks of all-reduces and training steps. Each round measures every variant once."""
+"""Benchmarks of all-reduces and training steps, which measure all variants in alternating rounds."""

@@ -28,7 +28,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceBench:
-    """Benchmark that compares the time per call of all-reduce algorithms by tensor size and dtype.
+    """Benchmark that compares all-reduce algorithms by their time per call, for several sizes and dtypes.
 
     A sample is a sequence of calls of one variant that takes about `min_sample_s`. Its result is the time per call of
     the slowest rank. Calls follow each other without a barrier, because ranks would leave it at different times. Each
@@ -172,7 +172,7 @@ def _seconds_per_call(
 
 
 def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
-    """Return the elementwise maximum over all ranks of a list of times in seconds.
+    """Return the elementwise maximum over all ranks of a list of times.
 
     Collective: every rank must call it.
     """
@@ -183,6 +183,6 @@ def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a CUDA device has finished its queued work. On other devices, do nothing."""
+    """Wait until a CUDA device has finished its queued work, and do nothing on other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """DDP strategy with torch's `fp16_compress_hook`, also on the CPU, where Lightning ignores hooks."""
+    """DDP strategy with torch's `fp16_compress_hook`, also on the CPU, where Lightning would ignore it."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -22,7 +22,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
 
 class SilentStrategy(HybridAllReduceStrategy):
-    """Hybrid all-reduce strategy that sends no gradients, to time a step without communication."""
+    """Hybrid all-reduce strategy that sends no gradients, for timing steps without communication."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -30,7 +30,7 @@ class SilentStrategy(HybridAllReduceStrategy):
 
 
 def keep_bucket(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return a gradient bucket unchanged, as a DDP communication hook without communication."""
+    """Return a gradient bucket unchanged. This DDP communication hook sends nothing."""
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future

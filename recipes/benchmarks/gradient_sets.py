@@ -1,4 +1,4 @@
-"""Gradient shapes of well-known networks, and a synthetic network that produces gradients of these shapes.
+"""Gradient shapes of well-known networks, and a synthetic network that produces such gradients.
 
 The synthetic network does almost no arithmetic. The communication cost of a step depends only on the shapes: which
 tensors share a bucket, in which order they become ready, and how many bytes are sent. A communication benchmark
@@ -108,7 +108,7 @@ class GradientSet(pl.LightningModule):
         self.has_arithmetic = has_arithmetic
         self.optimizer = optimizer
         self.layers = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        if has_arithmetic:  # with zero weights most gradients would be zero
+        if has_arithmetic:  # because most gradients would be zero with zero weights
             generator = torch.Generator().manual_seed(0)
             for layer in self.layers:
                 nn.init.normal_(layer, std=layer.shape[-1] ** -0.5, generator=generator)
@@ -142,14 +142,14 @@ class GradientSet(pl.LightningModule):
         return (rows.float() - 1).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return fused LARS or SGD, as selected by the argument `optimizer`."""
+        """Create the optimizer that the argument `optimizer` selects, fused LARS or SGD."""
         if self.optimizer == "lars":
             return LARS(self.parameters(), lr=1e-3, fused=True)
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class _Layer(torch.autograd.Function):
-    """Autograd function that is the identity in forward and gives the parameter a random gradient in backward.
+    """Autograd identity whose backward gives a parameter a random gradient.
 
     The gradient of the parameter is the noise times the gradient of the output.
     """

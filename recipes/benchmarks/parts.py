@@ -1,4 +1,4 @@
-"""Benchmark that measures the separate speed-ups from bucketing and from hierarchical all-reduce.
+"""Benchmark that measures the speed-ups from bucketing and from hierarchical all-reduces separately.
 
     per_tensor_ring            one flat ring for each tensor, one after another
     fused_ring                 the same ring, for buckets
@@ -50,7 +50,7 @@ PER_TENSOR = ("per_tensor_ring", "per_tensor_hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class PartsArm:
-    """Benchmark variant that combines a communication plan with a way of bucketing the gradients.
+    """Benchmark variant with a communication plan, and with or without gradient bucketing.
 
     Args:
         name: Name of the variant.
@@ -86,7 +86,7 @@ class PartsArm:
         return [size // itemsize for size in sizes]
 
     def predicted_s(self, cluster: Cluster, itemsize: int, on_cuda: bool = False) -> float:
-        """Simulate the reduction of all gradients on a cluster, and return its predicted time in seconds."""
+        """Predict the time in seconds to all-reduce all gradients on a cluster, by simulation."""
         gradients = tuple((size, 0.0) for size in self.numels)
         work = StepWorkload(forward_s=0.0, gradients=gradients)
         steps = simulate(
@@ -97,7 +97,7 @@ class PartsArm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Wall-clock and CPU time of one reduction of all gradients, in seconds.
+    """Wall-clock and CPU time of one all-reduce of all gradients, in seconds.
 
     `wall_s` is the time of the slowest rank. `cpu_s` is the total processor time of all ranks.
     """
@@ -108,7 +108,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class PartsBench:
-    """Benchmark of reducing all gradients of a network with several communication plans.
+    """Benchmark that times the all-reduce of a network's gradients with several communication plans.
 
     A sample is one reduction of all gradients, from a barrier until the slowest rank has all results. Each round takes
     one sample of every variant, and rounds begin with different variants. Every result is checked.
@@ -233,7 +233,7 @@ class PartsBench:
     def _samples(
         self, fabric: Fabric, arms: Sequence[PartsArm], sums: Sequence[ArmSums], flat: Tensor
     ) -> Mapping[str, Sequence[Sample]]:
-        """Measure all rounds, and return the samples of each variant, which are the same on every rank."""
+        """Measure all rounds, and return the samples of each variant, identical on every rank."""
         flat = flat.to(fabric.device)
         samples = {arm.name: list[Sample]() for arm in arms}
         for turn in range(-self.num_warmup_rounds, self.num_rounds):
@@ -246,7 +246,7 @@ class PartsBench:
 
 
 class ArmSums:
-    """All-reduce of all gradients of a network through one communication engine, bucket by bucket.
+    """Gradient buckets of a network, which one communication engine all-reduces one by one.
 
     Args:
         engine: Communication engine that reduces the buckets.
@@ -275,7 +275,7 @@ class ArmSums:
             future.wait()
 
     def sample(self, fabric: Fabric, flat: Tensor) -> Sample:
-        """Time one reduction of all gradients, and check its result.
+        """Time one all-reduce of all gradients, and check its result.
 
         Collective: every rank must call it.
 
@@ -300,7 +300,7 @@ class ArmSums:
 
 
 def fill(buckets: Sequence[Tensor], rank: int) -> None:
-    """Fill each bucket with zeros or ones, alternating between neighbouring ranks and buckets."""
+    """Fill buckets with zeros and ones, alternating between neighbouring ranks and buckets."""
     for index, bucket in enumerate(buckets):
         bucket.fill_((rank + index) % 2)
 

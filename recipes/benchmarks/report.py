@@ -59,7 +59,7 @@ class Timing:
         return statistics.median(self.times_s)
 
     def bound_s(self, link_bytes_per_s: float | None) -> float | None:
-        """Return a lower bound of the all-reduce time in seconds, from the link bandwidth of the nodes.
+        """Calculate a lower bound for the all-reduce time in seconds from the link bandwidth of the nodes.
 
         Each of N nodes must send `2 (N - 1) / N` of the bytes: no all-reduce among the nodes' own processors sends less
         from its busiest node (Patarasuk & Yuan 2009). Headers are not included, so real times are longer than the
@@ -71,7 +71,7 @@ class Timing:
 
 
 def hidden_share(rows: Sequence[Timing]) -> float:
-    """Return the fraction of the communication time that a backward pass of the same duration hides.
+    """Return the fraction of communication time that an equally long backward pass hides.
 
         1 - (with_backward - with_backward_silent) / (without_backward - without_backward_silent)
 
@@ -173,7 +173,7 @@ def aligned(texts: Sequence[str]) -> str:
 
 
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
-    """Format all timings as a Markdown table, followed by the fractions of hidden communication time."""
+    """Format all timings as a Markdown table, followed by how much communication time is hidden."""
     text = [markdown_table(header(rows), cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):

@@ -1,4 +1,4 @@
-"""Benchmark of complete Lightning training steps by strategy, with the gradient shapes of known networks."""
+"""Benchmark of complete Lightning training steps with several strategies and gradient shapes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StrategyArm:
         return numel * (4 if self.precision == "32-true" and self.name != COMPRESSED else 2)
 
     def strategy(self) -> DDPStrategy:
-        """Create the Lightning strategy that the name selects."""
+        """Create the Lightning strategy of this variant."""
         timeout = timedelta(seconds=self.timeout_s)
         if self.name == STOCK:
             return DDPStrategy(timeout=timeout)
@@ -106,7 +106,7 @@ class StepClock(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """Benchmark of complete training steps, timed from the end of one step to the end of the next.
+    """Benchmark of complete training steps, each timed from the end of the previous step.
 
     Each round is one `Trainer.fit` of every variant. The first steps of a run are not counted, because DDP rebuilds the
     buckets after the first step.
@@ -186,7 +186,7 @@ class StepBench:
     def _overlap(
         self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
     ) -> Iterator[Timing]:
-        """Time steps with and without communication and backward pass, to measure their overlap.
+        """Time steps with and without communication and a backward pass, to measure how much they overlap.
 
         Yields the four timings that `hidden_share` needs. The backward pass sleeps for as long as the communication
         takes.
@@ -214,7 +214,7 @@ class StepBench:
     def _fit(
         self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float
     ) -> list[float]:
-        """Train one variant, and return the seconds of each counted step on the slowest rank."""
+        """Train one variant, and return the duration of each counted step on the slowest rank."""
         clock = StepClock()
         module = GradientSet(
             GRADIENT_SETS[gradients](),

@@ -1,4 +1,4 @@
-"""Command-line parsing before torch is imported: help, completion and errors for unknown keys.
+"""Command-line parsing before torch is imported, with help, completion and errors for unknown keys.
 
 Hydra itself parses the command line and composes the configuration, for a program that does nothing. This module
 replaces Hydra's errors for a misspelt key: they do not suggest the key that was probably meant, and torchrun would
@@ -74,7 +74,7 @@ def bridge_hydra_versions() -> None:
 
 
 def read(name: str) -> None:
-    """Answer requests for help or information, and exit with an error if the command line is invalid.
+    """Handle requests for help or information, and exit with an error if the command line is invalid.
 
     In both cases the program ends. Requests are answered even if packages of the command are not installed. In that
     case the help ends with the line that installs them.
@@ -86,7 +86,7 @@ def read(name: str) -> None:
     if not is_question(sys.argv[1:]):
         refuse_missing_extras(name)
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
-        return  # the user wants Hydra's own tracebacks
+        return  # because the user wants Hydra's own tracebacks
     bridge_hydra_versions()
     OmegaConf.register_new_resolver("log_handlers", lambda: ["console"], replace=True)
     OmegaConf.register_new_resolver("command", command, replace=True)
@@ -166,9 +166,9 @@ def arguments(words: Sequence[str]) -> Iterator[None]:
 
 
 def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
-    """Compose the configuration of a command, and return it as YAML together with Hydra's error message.
+    """Compose the configuration of a command, and return it as YAML, or else Hydra's error message.
 
-    One of the two strings is empty.
+    The function returns both strings, one of which is empty.
     """
     printed = io.StringIO()
     wrong = io.StringIO()
@@ -184,7 +184,7 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
 
 
 def answer(name: str, key: str, words: Sequence[str]) -> str:
-    """Return the text that answers `key=?`, which lists a group's choices or shows a key's value.
+    """Return the answer to `key=?`, which is a list of a group's choices or the value of a key.
 
     The choices of a config group are listed one per line.
 
@@ -300,7 +300,7 @@ def refusals(
 def wrong_numbers(
     name: str, options: Sequence[str], overrides: Sequence[str], values: Mapping[str, Any]
 ) -> list[str]:
-    """Return an error message for each key that has a numeric default but was set to text."""
+    """Return error messages for keys with a numeric default that were set to text."""
     numbers = {
         override.partition("=")[0].lstrip("+")
         for override in overrides
@@ -378,7 +378,7 @@ def with_quotes(value: str) -> str:
 
 
 def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
-    """Convert Hydra's error about one override into a message that suggests a correction."""
+    """Convert Hydra's error about an override to a message that suggests a correction."""
     mark, key, equals, value = re.fullmatch(
         r"(\+\+?|~)?([^=]*)(=?)(.*)", override, re.DOTALL
     ).groups("")  # type: ignore[union-attr]

@@ -74,7 +74,7 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
 
 
 class WrongValueError(ValueError):
-    """Error for an invalid value in the configuration. Its attribute `key` is the dotted key."""
+    """Error for an invalid value in the configuration, whose dotted key is the attribute `key`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -152,7 +152,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
 
 
 def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and value of every node of a nested configuration.
+    """Yield the dotted key and the value of every node in a nested configuration.
 
     >>> list(_walk({"a": {"b": 1}, "c": [2]}))
     [('a', {'b': 1}), ('a.b', 1), ('c', [2]), ('c[0]', 2)]
@@ -204,7 +204,7 @@ def made(kind: type[T], given: Any, key: str) -> T:
 def _refusal(
     errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why: str
 ) -> WrongValueError:
-    """Convert pydantic's errors into one error about the most deeply nested invalid value.
+    """Convert pydantic's errors to a single error, about the most deeply nested invalid value.
 
     Only errors of the first invalid argument are considered.
     """
@@ -270,7 +270,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Placeholder, used during validation, for an object that Hydra would build from a `_target_`."""
+    """Placeholder during validation for an object that Hydra would build from a `_target_`."""
 
     target: str
     made: type
@@ -319,7 +319,7 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
 
 @functools.cache
 def _arguments_of(target: Any) -> TypeAdapter[Any]:
-    """Return a pydantic schema of the arguments of a function or class.
+    """Create a pydantic schema for the arguments of a function or class.
 
     For a class the schema includes the arguments of its base classes, which `**kwargs` may pass on.
     """
@@ -357,7 +357,7 @@ def _hints_of(function: Any) -> dict[str, Any]:
 
 
 def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
-    """Return a strict pydantic schema for a mapping from keys to values of given types.
+    """Create a strict pydantic schema for a mapping from keys to values of given types.
 
     Unknown keys are not checked.
     """
@@ -368,7 +368,7 @@ def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
 
 
 def _fillable(hint: Any) -> Any:
-    """Convert a type annotation to the type that its value has in a configuration file.
+    """Convert the annotation of an argument to the type that the argument has in a configuration file.
 
     Tuples accept lists, paths accept text, and classes accept a mapping with a `_target_` that builds an instance.
     """

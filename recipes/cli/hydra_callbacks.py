@@ -1,4 +1,4 @@
-"""Hydra callback for all recipes that checks the environment before Hydra creates the run directory.
+"""Hydra callback of all recipes, which checks the environment before Hydra creates a run directory.
 
 `conf/job.yaml` registers it under `hydra.callbacks`.
 """

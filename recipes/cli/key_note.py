@@ -1,4 +1,4 @@
-"""Translation of Python argument names in error messages to keys of the configuration.
+"""Translation of the Python argument names in error messages to configuration keys.
 
 Errors of `lightning_hybrid` name arguments as a Python user writes them: `comm.algorithm`, `between_nodes=Mean()`.
 A recipe builds its objects by `_target_`, so the key of an argument is the key of the object plus the argument's name.
@@ -25,7 +25,7 @@ _WRITTEN = re.compile(r"(?<![\w(.])([a-z_]+)=(?:([A-Z]\w+)\((?:([a-z_]+)=)?)?")
 
 
 def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
-    """Return a line that lists the configuration keys of the Python arguments in an error message.
+    """Return a line that lists the configuration keys for the Python arguments in an error message.
 
     The line is empty if the message names no argument.
 
@@ -108,7 +108,7 @@ def _has_path(content: Any, argument: str) -> bool:
 
 
 def _takes(target: str, argument: str) -> bool:
-    """Return whether the class or function `target` has an argument with this name."""
+    """Return whether the class or function `target` accepts an argument with this name."""
     try:
         return argument in inspect.signature(get_object(target)).parameters
     except (TypeError, ValueError):  # implemented in C, or without a signature

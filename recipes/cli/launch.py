@@ -1,4 +1,4 @@
-"""Start and end of Hydra jobs, with one run directory for all ranks and short error messages.
+"""Start and end of Hydra jobs, with a common run directory for all ranks and short error messages.
 
 The ranks of a job start in one of three ways:
 
@@ -74,7 +74,7 @@ NOT_TOGETHER = (
 
 
 def launch_id(otherwise: str) -> str:
-    """Return a job name that is the same on all ranks of a torchrun or SLURM job, or a default value."""
+    """Return a name for this job that is the same on all its ranks, or a default without a launcher."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
@@ -116,7 +116,7 @@ def register_resolvers() -> None:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank zero according to its launcher. True without a launcher."""
+    """Return whether this process is rank zero, which is assumed if there is no launcher."""
     # Lightning knows the rank once a trainer exists.
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     rank = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
@@ -132,7 +132,7 @@ def is_rank_zero() -> bool:
 
 @contextmanager
 def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
-    """Context manager that prints an error as one message without traceback, and exits with code 2.
+    """Context manager that turns an error into a short message without traceback and exit code 2.
 
     Use it around start-up code, where every error is caused by the configuration. The traceback is shown if
     `HYDRA_FULL_ERROR=1` is set. With `cfg`, the message also lists the configuration keys of the arguments that it
@@ -154,7 +154,7 @@ def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove the run directory of a job that failed to start, if it contains only the configuration."""
+    """Remove the run directory of a job that failed to start, unless it contains more than the configuration."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
         shutil.rmtree(folder, ignore_errors=True)
         if re.fullmatch(r"\d{4}-\d\d-\d\d", folder.parent.name):
@@ -200,7 +200,7 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
 
 
 def _given(key: str) -> str:
-    """Return a sentence that names the command-line overrides related to a key, or else all overrides."""
+    """Return a sentence that names the overrides related to a key, or all overrides if there are none."""
     if HydraConfig.initialized():
         overrides = HydraConfig.get().overrides.task
     else:
@@ -221,7 +221,7 @@ def _given(key: str) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the torch device with this name. None selects CUDA if it is available, otherwise the CPU.
+    """Convert a device name to a torch device. None selects CUDA if available, and otherwise the CPU.
 
     Raises:
         ValueError: The device does not exist.
@@ -250,7 +250,7 @@ def ignore_lightning_warnings() -> None:
 
 @contextmanager
 def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
-    """Context manager for one Hydra job that uses the same directory on all ranks and cleans up afterwards.
+    """Context manager for a Hydra job, which uses one directory for all ranks and cleans up at the end.
 
     It yields a list. Append the trainer or Fabric to it, so that `job` waits for the ranks that it started. Errors
     about the configuration that Lightning or this package finds during the run end in one message, as in
@@ -299,7 +299,7 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
         DistError,
     ) as error:
         is_clear = not isinstance(error, ValueError) or str(error).startswith("`")
-        # not about the configuration: the traceback is needed
+        # The error is not about the configuration, so the traceback is needed.
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear:
             raise
         raise SystemExit(f"error: {message_of(error, cfg)}") from None
@@ -324,7 +324,7 @@ def _end_process_group() -> None:
 
 
 def finish(exit_code: int) -> None:
-    """Finish the current W&B run, if any, and warn if its files are incomplete because the disk is full.
+    """Finish the current W&B run, if any, and warn if a full disk has left its files incomplete.
 
     A full disk causes only a warning, so it does not hide another error.
     """
@@ -350,7 +350,7 @@ def finish(exit_code: int) -> None:
 
 
 def command_of_this_job() -> list[str]:
-    """Return the command-line arguments that make Hydra repeat this job, without the path of the script."""
+    """Return the command-line arguments with which Hydra repeats this job, without the script's path."""
     hydra = HydraConfig.get()
     command = [f"--config-name={hydra.job.config_name}"]
     command += [

@@ -1,4 +1,4 @@
-"""Checks before a job starts: launcher variables, rendezvous address, file limits, output directory.
+"""Checks of launcher variables, rendezvous address, file limits and directories before a job starts.
 
 Without these checks, an error would appear only when processes already wait for each other. The result would be a hang
 until a timeout, or an error of a library that does not know the cause.
@@ -85,7 +85,7 @@ def check_environment(
 
 
 def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
-    """Read an environment variable of the launcher as a non-negative integer.
+    """Parse an environment variable of the launcher as a non-negative integer.
 
     Raises:
         ValueError: The value is not a whole number of at least 0.
@@ -171,7 +171,7 @@ torchrun, which sets both, or unset both.
 
 
 def _slurm_starts(variables: Mapping[str, str]) -> bool:
-    """Return whether SLURM starts the ranks. As in Lightning, interactive shells do not count."""
+    """Return whether SLURM starts the ranks, which is not the case in interactive shells."""
     return "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in (
         "bash",
         "interactive",
@@ -181,7 +181,7 @@ def _slurm_starts(variables: Mapping[str, str]) -> bool:
 def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes: int) -> None:
     """Raise if the local rank or node rank is too large for the trainer's devices and nodes.
 
-    Such a rank would cause a hang.
+    A rank that is too large would wait forever.
 
     Raises:
         ValueError: `local_rank` is not below `num_devices`, or `node_rank` is not below `num_nodes`.
@@ -231,7 +231,7 @@ WANDB_MODE=offline.
 
 
 def raise_descriptors() -> None:
-    """Increase the soft limit of open files to the hard limit, because each pair of ranks opens sockets.
+    """Raise the soft limit of open files to the hard limit, because each pair of ranks opens sockets.
 
     Child processes inherit the limit.
 
@@ -393,7 +393,7 @@ def check_required(config: Mapping[str, Any]) -> None:
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Raise if a configuration value is invalid. Only checks that do not need torch are made.
+    """Raise if a configuration value is invalid, as far as this can be checked without torch.
 
     Importing torch takes seconds.
 
@@ -441,7 +441,7 @@ fp32 master weights), bf16-true, 32-true or 16-mixed. Set precision=16-true.
 
 
 def _without_launcher(value: Any) -> Any:
-    """Replace an interpolation of `world_from_launcher` by its default. Return other values unchanged.
+    """Replace an interpolation of `world_from_launcher` by its default value, and keep other values.
 
     >>> _without_launcher("${world_from_launcher:devices,2}"), _without_launcher(3), _without_launcher("auto")
     (2, 3, 'auto')
@@ -478,7 +478,7 @@ def _check_folder(key: str, root: Any, content: str) -> None:
 
 
 def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
-    """Raise if the global batch size is not a multiple of the number of ranks that the trainer would start."""
+    """Raise if the global batch size is not a multiple of the number of ranks."""
     if (
         not isinstance(devices, int)
         or not isinstance(num_nodes, int)
@@ -501,7 +501,7 @@ def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
 
 
 def check_secrets(config: Mapping[str, Any]) -> None:
-    """Raise if the configuration contains a password or API key, because it is written to disk and to loggers.
+    """Raise if the configuration contains a password or API key, which would be saved and logged.
 
     Args:
         config: Configuration of plain mappings and lists.

@@ -1,4 +1,4 @@
-"""Helpers for the JSON output of a command, with the configuration, library versions and machine."""
+"""Helpers for JSON output that includes the configuration, library versions and machine."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def config_and_folder(cfg: DictConfig) -> tuple[dict[str, Any], Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file with one value per line. Create its folder if it does not exist."""
+    """Write a JSON file with one value per line, creating its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

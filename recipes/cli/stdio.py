@@ -25,7 +25,7 @@ class BrokenPipeSafeStream:
         self._other = other
 
     def write(self, text: str) -> int:
-        """Write text. If the stream is closed or its disk is full, discard the text."""
+        """Write text, or discard it if the stream is closed or its disk is full."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -33,7 +33,7 @@ class BrokenPipeSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush the stream. Errors of a closed stream or a full disk are ignored."""
+        """Flush the stream, ignoring the errors of a closed stream or a full disk."""
         try:
             self._stream.flush()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Number of ranks and batch size per rank, computed before the ranks start."""
+"""Calculation of the number of ranks and the batch size per rank before the ranks start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def slurm_started_us() -> bool:
-    """Return whether this process is a SLURM task. As in Lightning, interactive shells do not count."""
+    """Return whether this process is a task of a SLURM job step, not counting interactive shells."""
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
         "bash",
         "interactive",
@@ -69,7 +69,7 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
 
 
 def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> int:
-    """Return the number of steps between two checks for a stop signal on any rank.
+    """Return the number of steps between two checks of whether any rank has received a stop signal.
 
     On GPUs the host has to wait for the answer, which costs most if steps are short. Steps with gradient accumulation
     take seconds, and the job has 30 seconds to react to the signal.
@@ -179,7 +179,7 @@ def batch_line(
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
-    """Return the minimum number of equal accumulation steps of at most `max_batch_size` images each.
+    """Return the smallest number of equal accumulation steps with at most `max_batch_size` images each.
 
     The number may be at most twice what the limit requires. Without this bound, a rank with twice a prime number of
     images would be trained two images at a time.

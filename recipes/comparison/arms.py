@@ -1,4 +1,4 @@
-"""Definition of a study: its variants, their tuned hyper-parameters and the overrides of each run."""
+"""Definition of a study, with its variants, their hyper-parameters and the overrides of each run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of the variant and its batch size in percent of the training set. It is also the folder name.
+        """Name of the combination and of its folder, such as `method_5.12` for 5.12 % of the training set.
 
         >>> Cell("method", 0.0512).name
         'method_5.12'
@@ -91,7 +91,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """Plan of a study that tunes every variant with the same number of runs and tests it with the same seeds.
+    """Plan of a study, in which all variants are tuned with equally many runs and tested with the same seeds.
 
     Attributes:
         arms: Variants by name.
@@ -173,7 +173,7 @@ class StudyPlan:
 
     @property
     def base_cell(self) -> Cell:
-        """Reference variant and batch size, with which all others are compared."""
+        """Reference combination of variant and batch size, with which all others are compared."""
         return Cell(self.base, self.arms[self.base].shares[0])
 
     @property
@@ -187,7 +187,7 @@ class StudyPlan:
         return cells
 
     def like(self, cell: Cell) -> Cell | None:
-        """Return the variant to compare with, which differs in one component, or None if none is configured."""
+        """Return the configured variant that differs in only one component, for a comparison, or None."""
         arm_name = self.arms[cell.arm].like
         if arm_name is None:
             return None
@@ -202,7 +202,7 @@ class StudyPlan:
         return self.micro_batch * max(1, num_micro_batches)
 
     def points(self, cell: Cell) -> list[Point]:
-        """Return the hyper-parameter values to try for a variant, rounded to four significant digits."""
+        """Return the points at which a variant is tuned, rounded to four significant digits."""
         axes = self.arms[cell.arm].axes
         unit_points = (
             SobolEngine(max(1, len(axes)), scramble=True, seed=0)

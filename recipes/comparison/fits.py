@@ -1,4 +1,4 @@
-"""Training runs of `recipes/train.py`, each in a child process that ends with its parent."""
+"""Training runs of `recipes/train.py`, each in a child process that ends when its parent ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
-    """Request for one training run and the measurement of its accuracy.
+    """Request for a training run and a measurement of its accuracy.
 
     Attributes:
         overrides: Overrides of `recipes/train.py`.
@@ -54,14 +54,14 @@ class FitResult:
 
 
 class FitError(RuntimeError):
-    """Error in a training run that failed without diverging, for example due to an unknown key.
+    """Error raised if a training run fails for another reason than divergence, such as an unknown key.
 
     Its message is the message of the original error.
     """
 
 
 def check(requests: Sequence[FitRequest]) -> None:
-    """Compose and validate each configuration, and build its data module but nothing else.
+    """Compose and validate each configuration, and build only its data module.
 
     Raises:
         ValueError: A key is unknown, a value is invalid, or the images are missing.

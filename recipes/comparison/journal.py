@@ -1,4 +1,4 @@
-"""Training runs of a study, recorded in an Optuna journal from which an interrupted study continues."""
+"""Execution of a study's training runs, with an Optuna journal from which a study can resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = "settings"
 
 @contextmanager
 def only_user_of(folder: Path) -> Iterator[None]:
-    """Lock the folder of a study for this process while the context is active.
+    """Lock the folder of a study temporarily, so that only this process uses it.
 
     Raises:
         ValueError: Another process holds the lock.
@@ -67,7 +67,7 @@ class CellResult:
 
 
 class StudyJournal:
-    """Journal that records the training runs of a study and starts those that are missing.
+    """Journal that records the training runs of a study, and starts those that are still missing.
 
     Only one process may use a folder at a time. Each variant and batch size has two Optuna studies, `<cell>/tuning` and
     `<cell>/testing`. All their trials are enqueued in advance, so that the tuned values are the same for every variant,
@@ -101,7 +101,7 @@ class StudyJournal:
         self.storage = JournalStorage(JournalFileBackend(str(path)))
 
     def tune(self, cell: Cell) -> Point:
-        """Execute the missing tuning runs of a variant, and return the hyper-parameters with the best accuracy."""
+        """Execute the missing tuning runs of a variant, and return the best hyper-parameters."""
         overrides = self.plan.tuning_overrides(cell)
         study = self._study(
             cell,
@@ -122,7 +122,7 @@ class StudyJournal:
         return dict(best.params)
 
     def test(self, cell: Cell, point: Point) -> CellResult:
-        """Execute the missing final runs of a variant, and return the results for all seeds."""
+        """Execute the missing final runs of a variant, and return the results of all seeds."""
         overrides = self.plan.testing_overrides(cell, point)
         study = self._study(cell, "testing", {"overrides": list(overrides)})
         _enqueue(study, {seed: {"seed": seed} for seed in self.plan.testing.seeds})
@@ -220,7 +220,7 @@ def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert nested tuples to lists, as storing and reading a value as JSON does."""
+    """Convert nested tuples to lists, as a round trip through JSON would."""
     if isinstance(value, Mapping):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ Verdict = Literal["equal", "better", "worse", "open"]
 
 @dataclass(frozen=True)
 class Interval:
-    """90 % confidence interval of a mean by Student's t distribution.
+    """90 % confidence interval of a mean, from Student's t distribution.
 
     The interval is mean ± t(0.95, n - 1) * s / sqrt(n).
 
@@ -68,7 +68,7 @@ def paired_difference(
 
 
 def verdict(difference: Interval, margin: float) -> Verdict:
-    """Classify a paired difference at the 5 % level as equal, better, worse or open (inconclusive).
+    """Classify a paired difference as equal, better, worse or open (inconclusive), at the 5 % level.
 
     `equal`: the interval lies within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better` or
     `worse`: the interval does not contain zero. `open`: there are too few runs for a conclusion. A small difference

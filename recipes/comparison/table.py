@@ -22,7 +22,7 @@ HEADER = [
 
 
 def table_of(plan: StudyPlan, tested: Mapping[Cell, CellResult]) -> str:
-    """Format the results of finished variants as a Markdown table, preceded by an explanation."""
+    """Format the results of all finished variants as a Markdown table with an explanation."""
     rows = []
     for cell, result in tested.items():
         like = plan.like(cell)

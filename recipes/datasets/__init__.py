@@ -1,1 +1,1 @@
-"""Datasets of the recipes, and packing of datasets into shards."""
+"""Datasets for the recipes, and the packing of datasets into shards."""

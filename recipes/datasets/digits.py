@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits, a real dataset of 57 KB that needs no download.
+"""Handwritten digits from scikit-learn, a real dataset of 57 KB that needs no download.
 
     1,797 grey images of 8 x 8 pixels, 10 classes (UCI "Optical Recognition of Handwritten Digits", CC BY 4.0)
     -> 16 x 16, uint8 -> fixed stratified split: 1,257 train, 180 validation, 360 test
@@ -29,7 +29,7 @@ SPLIT_SEED = 0  # seed of the split only: the three sets are the same in every r
 
 
 def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
-    """Load the digits, split into `train`, `val` and `test`. The split is the same in every run.
+    """Load the digits, divided into `train`, `val` and `test` in the same way in every run.
 
     If `fold` (0 to 4) is set, the test images are that cross-validation fold. Each image is a test image in exactly one
     of the five folds. A fold may have one more training image and one fewer test image than the fixed split.
@@ -72,7 +72,7 @@ def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
 
 
 class DigitsDataModule(InMemoryDataModule):
-    """Data module of scikit-learn's handwritten digits, 16 x 16 pixels.
+    """Data module for scikit-learn's handwritten digits, with images of 16 x 16 pixels.
 
     Args:
         fold: Cross-validation fold that serves as test set, 0 to 4. None: the fixed split.
@@ -111,5 +111,5 @@ class DigitsDataModule(InMemoryDataModule):
         self.fold = fold
 
     def load(self) -> dict[str, ImageSet]:
-        """Load the training, validation and test images. See `digits_split`."""
+        """Load the training, validation and test images with `digits_split`."""
         return digits_split(self.fold)

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 grey images of clothes with 28 x 28 pixels and 10 classes.
+"""Fashion-MNIST, a dataset of 70,000 grey images of clothes with 28 x 28 pixels in 10 classes.
 
     60,000 training images -> train, of which some may be held out as validation images
     10,000 test images     -> test; validation too, if no training image is held out
@@ -63,14 +63,14 @@ def array_of(content: bytes) -> Tensor:
 
 
 def image_set_of(root: str | Path, name: str) -> ImageSet:
-    """Read the images and labels of the split `train`, or of the test split `t10k`, from disk."""
+    """Read the images and labels of the split `train` or `t10k` (test) from disk."""
     images = array_of(content_of(root, f"{name}-images-idx3-ubyte.gz"))
     labels = array_of(content_of(root, f"{name}-labels-idx1-ubyte.gz"))
     return ImageSet(images=images[:, None], labels=labels.long())
 
 
 class FashionMNISTDataModule(InMemoryDataModule):
-    """Data module of Fashion-MNIST, 28 x 28 pixels.
+    """Data module for Fashion-MNIST, with images of 28 x 28 pixels.
 
     Args:
         root: Folder with the four files, each `.gz`.
@@ -119,7 +119,7 @@ class FashionMNISTDataModule(InMemoryDataModule):
         )
 
     def load(self) -> dict[str, ImageSet]:
-        """Read the dataset from disk, and split off the validation images if any are held out."""
+        """Read the dataset from disk, and set aside training images for validation, if configured."""
         train = image_set_of(self.root, "train")
         test = image_set_of(self.root, "t10k")
         if self.num_held_out == 0:

@@ -127,7 +127,7 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
 
 @lru_cache(maxsize=1)
 def glyphs_split(num_train: int = NUM_TRAIN) -> dict[str, ImageSet]:
-    """Render the splits `train`, `val` and `test`, or return them if this process has rendered them before.
+    """Render the splits `train`, `val` and `test`, once per process.
 
     The images take about 25 MB.
     """
@@ -139,7 +139,7 @@ def glyphs_split(num_train: int = NUM_TRAIN) -> dict[str, ImageSet]:
 
 
 class GlyphsDataModule(InMemoryDataModule):
-    """Data module of synthetic characters, 32 x 32 pixels.
+    """Data module for synthetic images of characters, with 32 x 32 pixels.
 
     Args:
         num_train: Number of training images.
@@ -173,11 +173,11 @@ class GlyphsDataModule(InMemoryDataModule):
         )
 
     def load(self) -> dict[str, ImageSet]:
-        """Render the training, validation and test images. See `glyphs_split`."""
+        """Render the training, validation and test images with `glyphs_split`."""
         return glyphs_split(self.num_train)
 
     def setup(self, stage: str) -> None:
-        """Render the images, and log on the first call that the data is synthetic."""
+        """Render the images, and log once that the data is synthetic."""
         if not hasattr(self, "image_sets"):
             rank_zero_info(
                 f"glyphs: synthetic data with {self.num_train} training images of "

@@ -1,4 +1,4 @@
-"""Packing of an image dataset into shards, one split after the other, for `recipes/pack.py`.
+"""Packing of an image dataset into shards, split by split, for `recipes/pack.py`.
 
 Every shard is written atomically and has its own index. The index of the whole split is written last. A run that was
 killed therefore continues after its last complete shard, and a reader never finds an incomplete split.
@@ -50,7 +50,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Summary of packing one split of an image dataset.
+    """Summary of a packed split of an image dataset.
 
     >>> print(Packed(split="train", num_images=40, num_shards=1, num_bytes=312_000, num_corrupt=0, seconds=0.4))
     train: 40 images, 1 shard, 312 kB, 0.4 s
@@ -163,7 +163,7 @@ class Packing:
                 )
 
     def prepared(self, data: bytes) -> bytes:
-        """Return the bytes to store for an image file. Large images are resized and encoded as JPEG again.
+        """Return the bytes to store for an image file, after shrinking large images and re-encoding them as JPEG.
 
         Raises:
             CorruptImageError: The file cannot be decoded.
@@ -217,7 +217,7 @@ class _Split:
         )
 
     def _agree_on_plan(self) -> int:
-        """Return the number of images per shard, and save it so that a resumed run uses the same number.
+        """Return the number of images per shard, and save it for runs that resume the packing.
 
         Raises:
             ValueError: The first run used other options.

@@ -1,4 +1,4 @@
-"""Synthetic dataset of random noise in the size of ImageNet, without file reading or decoding."""
+"""Synthetic dataset of random noise with the size of ImageNet, which reads and decodes no files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_VAL = 50_000
 
 
 class StoredRows(RowSource):
-    """Source of noise images that repeats `num_stored` different images to provide `num_images`.
+    """Source of `num_images` noise images, which repeat `num_stored` different images.
 
     Image i is the stored image `i mod num_stored`, and its label is `i mod num_stored mod num_classes`. The images
     depend only on the seed, and not on the epoch.
@@ -56,7 +56,7 @@ class StoredRows(RowSource):
 
 
 class SyntheticImageNetDataModule(ImageDataModule):
-    """Data module that replaces the images of `ImageNetDataModule` by noise of the same shape and dtype.
+    """Data module that yields noise instead of images, in the shape and dtype of `ImageNetDataModule`.
 
     Nothing is read or decoded. Use it to measure the throughput of a network without the influence of data loading, and
     to test recipes without a dataset. Accuracies on noise are meaningless. Arguments that are not listed here are those
@@ -117,7 +117,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
         return min(most, self.num_train_images)
 
     def setup(self, stage: str) -> None:
-        """Generate the noise images on every rank. A second call does nothing."""
+        """Generate the noise images on every rank, unless they already exist."""
         if hasattr(self, "train_rows"):
             return
         self.train_rows, self.eval_rows = (

@@ -106,7 +106,7 @@ def num_sequences(packed: PackedText, split: str, sequence_length: int) -> int:
 def mask_tokens(
     tokens: NDArray[np.int64], generator: np.random.Generator, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose the tokens to predict, and return their positions and the input tokens that replace them.
+    """Choose tokens to be predicted, and return their positions and the tokens that replace them.
 
     >>> masked, shown = mask_tokens(np.arange(5, 25), np.random.default_rng(2), vocab_size=100)
     >>> masked, shown
@@ -125,7 +125,7 @@ def mask_tokens(
 
 
 class TextLoader(ResumableLoader):
-    """Training loader of one rank for masked sequences, shuffled in each epoch and resumable after any batch.
+    """Training loader of one rank for masked sequences, which shuffles each epoch and can resume after any batch.
 
     Yields:
         `((tokens, positions), targets)`: tokens int64 `"batch length"`, some of them masked; positions int64 `"batch
@@ -232,7 +232,7 @@ class TextDataModule(pl.LightningDataModule):
             )
 
     def prepare_data(self) -> None:
-        """Pack the text if `root` is None, on one rank per node."""
+        """Pack the text on one rank per node, if `root` is None."""
         if self.root is None:
             for line in self.packing.run():  # type: ignore[union-attr]
                 print(line, flush=True)
@@ -246,7 +246,7 @@ class TextDataModule(pl.LightningDataModule):
         }
 
     def train_dataloader(self) -> TextLoader:
-        """Create this rank's training loader. Lightning sets its epoch."""
+        """Create this rank's training loader, whose epoch Lightning sets."""
         sequences = self.splits["train"]
         trainer = self.trainer
         order = EpochOrder(

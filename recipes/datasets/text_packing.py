@@ -1,4 +1,4 @@
-"""Packing of text into shards of tokens, with a tokeniser that is trained on the same text.
+"""Packing of text into shards of tokens, with a tokeniser that is trained on this text.
 
 `recipes/pack.py packing=text` uses this module.
 """
@@ -126,7 +126,7 @@ class TextPacking:
             )
 
     def run(self) -> list[str]:
-        """Pack the text unless `out` already contains the result, and return a summary as a list of lines.
+        """Pack the text, unless `out` already contains the result, and return the lines of a summary.
 
         Raises:
             ValueError: `out` holds another packing, or there is too little text.
@@ -259,14 +259,14 @@ def files_of(root: str | None) -> list[Path]:
 
 
 def pieces_of(path: Path) -> Iterator[str]:
-    """Read a text file, and yield pieces of about `PIECE_CHARS` characters that end at line ends."""
+    """Read a text file, and yield it in pieces of about `PIECE_CHARS` characters, divided at line ends."""
     with path.open(encoding="utf-8") as file:
         while lines := file.readlines(PIECE_CHARS):
             yield "".join(lines)
 
 
 def trained(pieces: Iterable[str], vocab_size: int) -> Any:
-    """Train a WordPiece tokeniser on text. The same text always results in the same tokeniser.
+    """Train a WordPiece tokeniser deterministically on the given text.
 
     Raises:
         ValueError: The package `tokenizers` is missing.

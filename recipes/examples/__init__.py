@@ -1,4 +1,4 @@
-"""Complete example programs to copy.
+"""Complete example programs that you can copy.
 
 The folder also contains a notebook.
 """

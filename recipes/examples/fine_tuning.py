@@ -1,4 +1,4 @@
-"""Example that fine-tunes a new head on a backbone whose weights and BatchNorm statistics are frozen.
+"""Example that trains a new head on a backbone with frozen weights and BatchNorm statistics.
 
 Freeze parameters before `fit`. Unfreezing parameters later raises an error, because they would not be averaged.
 """

@@ -27,7 +27,7 @@ if __name__ == "__main__":
             loss = torch.nn.functional.cross_entropy(model(image), label)
             optimizer.zero_grad()
             fabric.backward(loss)
-            optimizer.step()  # skipped on all ranks if a gradient is inf or nan
+            optimizer.step()  # skipped on all ranks if a gradient contains inf or nan
         fabric.print(f"epoch {epoch}: loss {fabric.all_reduce(loss.detach()).item():.3f}")
     # includes fp32 master weights and the loss scale
     fabric.save("own_loop.ckpt", {"model": model, "optimizer": optimizer})

@@ -1,6 +1,6 @@
 """Example of a typical Lightning script on two CPU processes, with three lines that use this package.
 
-On Ctrl-C or SIGTERM it stops after the current step with a checkpoint. The same command continues from there.
+On Ctrl-C or SIGTERM the script stops after the current step and saves a checkpoint. The same command then resumes.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Example of SimCLR with LARS on handwritten digits, evaluated with nearest neighbours.
+"""Example that trains SimCLR with LARS on handwritten digits, and evaluates it by nearest neighbours.
 
 Each image is compared with the images of all processes, but a process only needs activation memory for `chunk` images.
 """

@@ -1,1 +1,1 @@
-"""Checks that `gpu_check.py` runs on GPUs: training, stream synchronisation, several ranks and speed."""
+"""Checks of training, stream synchronisation, several ranks and speed, which `gpu_check.py` runs."""

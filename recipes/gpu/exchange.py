@@ -1,4 +1,4 @@
-"""Checks of the swap between fp32 parameters and their half-precision copies."""
+"""Checks that swap fp32 parameters for half-precision copies and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_STEPS = 4
 
 
 class Trained:
-    """Small network that a manual loop trains with SGD, using bf16 copies of fp32 parameters.
+    """Small network for a manual SGD loop with bf16 copies of its fp32 parameters.
 
     `HalfPrecisionWindow` swaps the parameters.
 
@@ -72,9 +72,9 @@ def _plain_weights(request: CheckRequest) -> list[Tensor]:
 
 
 def values(request: CheckRequest) -> Details:
-    """Check that swapping in bf16 parameters and back rounds only the bf16 copies, on device and CPU.
+    """Check that swapping bf16 copies in and out changes only those fp32 values that were written.
 
-    After one training step, the weights on both devices must agree.
+    The check runs on the device and on the CPU. After one training step, the weights on both must agree.
     """
     results: list[list[Tensor]] = []
     for device in (request.device, "cpu"):
@@ -100,7 +100,7 @@ def values(request: CheckRequest) -> Details:
 
 
 def reducer(request: CheckRequest) -> Details:
-    """Check that DDP trains correctly if it is constructed while parameters are swapped to bf16."""
+    """Check that DDP trains correctly if bf16 copies are swapped in when it is constructed."""
     if request.on_cuda:
         backend = "nccl"
     else:

@@ -1,4 +1,4 @@
-"""Checks of distributed features that compare small training runs on GPUs with runs on the CPU over Gloo."""
+"""Checks of distributed features, which compare small training runs on GPUs and on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOSSES: dict[str, Callable[[], object]] = {
 
 
 class Plain(Small):
-    """Small network for pipelines, whose training step updates no buffers of the LightningModule itself."""
+    """Small network for pipelines, whose training step does not update buffers of the LightningModule."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross-entropy loss of a batch."""
@@ -54,7 +54,7 @@ class Plain(Small):
 
 
 class Sliced(Plain):
-    """Small network whose last two layers are tensor-parallel within a node."""
+    """Small network with two layers that are tensor-parallel within a node."""
 
     node_slices = (("net.9", "net.11"),)
 
@@ -91,7 +91,7 @@ class Offloading(HostShards, ModelParallelStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Settings of a small training run that checks one feature. The default is 16-true with LARS on two nodes.
+    """Settings of a small training run that checks one feature, by default 16-true with LARS on two nodes.
 
     `bound`: maximum relative distance of any parameter between GPUs and CPU. It is several times the distance that
     results from other CPU kernels, or from images that differ by an eighth of a rounding error. `by_gloo`: whether Gloo
@@ -169,7 +169,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that training with a feature gives equal weights on all ranks, and similar weights on the CPU.
+    """Check that training with a feature gives the same weights on all ranks, and similar ones on the CPU.
 
     `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
     """
@@ -289,7 +289,7 @@ def _loop(
 
 
 def loss_limit_s(how: str) -> float:
-    """Return the time limit in seconds of a check that kills or stops a rank.
+    """Return the time limit in seconds for a check that kills or stops a rank.
 
     Over Gloo, the other ranks detect a stopped rank only after the timeout of 60 s.
     """

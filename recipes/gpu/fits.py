@@ -1,4 +1,4 @@
-"""Checks that train a small network: convergence, exact buffers and resuming from a checkpoint."""
+"""Checks that train a small network, for convergence, exact buffers and resumption from checkpoints."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Mean(nn.Module):
 
 
 def loader(seed: int = 0) -> DataLoader:
-    """Return a loader of synthetic images with ten classes that differ in the brightness of two channels."""
+    """Return a loader of synthetic images, whose ten classes differ in the brightness of two channels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (BATCH_SIZE * NUM_BATCHES,), generator=generator)
     images = 0.3 * torch.randn(len(labels), 3, 17, 17, generator=generator)
@@ -189,7 +189,7 @@ def _assert_as_before(module: Small) -> None:
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference of two tensors, relative to the norm of the second one."""
+    """Return the norm of the difference between two tensors, relative to the norm of the second tensor."""
     norm = other.double().norm().item()
     return (one.double() - other.double()).norm().item() / (norm or 1.0)
 
@@ -214,7 +214,7 @@ def resumes(request: CheckRequest) -> Details:
 
 
 class _Noisy(TensorDataset):
-    """Dataset that adds random noise to each image when it is read, to simulate augmentation."""
+    """Dataset that simulates augmentation by adding random noise to each image when it is read."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         image, label = super().__getitem__(index)

@@ -81,7 +81,7 @@ def _be_host(
 
 
 def visible_gpu(rank: int, visible: str | None) -> str:
-    """Return the index or name of the GPU for a rank, from the value of `CUDA_VISIBLE_DEVICES`.
+    """Return the index or name of a rank's GPU, given the value of `CUDA_VISIBLE_DEVICES`.
 
     None means that all GPUs are visible.
 

@@ -1,4 +1,4 @@
-"""Description of the machine on which checks run: library versions, GPUs and git commit."""
+"""Description of the machine on which the checks run, with library versions, GPUs and git commit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps(found))
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:
-    """Return library versions, GPUs, driver and git commit as a dictionary. Unknown values are None.
+    """Return library versions, GPUs, driver and git commit as a dictionary, with None for unknown values.
 
     >>> gpu_environment(Path("/"))["torch"] == torch.__version__, gpu_environment(Path("/"))["commit"]
     (True, None)
@@ -91,13 +91,13 @@ def why_no_gpu() -> str:
 
 
 def clocks() -> str | None:
-    """Return clock rates, temperature, power and throttle reasons of each GPU as CSV text, or None."""
+    """Return clock rates, temperature, power and throttle reasons of each GPU as CSV, or None if unknown."""
     asked = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reasons.active"
     return _output("nvidia-smi", f"--query-gpu=index,{asked}", "--format=csv")
 
 
 def nccl_made_by() -> str | None:
-    """Return the name of the class or function with which this version of torch creates NCCL process groups.
+    """Return the name of the class or function that this version of torch uses to create NCCL groups.
 
     >>> nccl_made_by() in (None, "ProcessGroupNCCL", "_create_nccl_process_group", "_create_nccl2_process_group")
     True

@@ -19,7 +19,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "gpu_check.html"
 
 
 def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[str]:
-    """Return three lines that list which guarantees of the README hold, do not hold, or were not tested.
+    """Return three lines that list the guarantees that hold, that do not hold, and that were not tested.
 
     A guarantee does not hold if one of its checks failed. It counts as not tested if a check was skipped or is missing,
     and no check failed. A guarantee that was tested only over Gloo holds "over Gloo", and counts as not tested over
@@ -70,8 +70,8 @@ def write(
 ) -> None:
     """Write the HTML report of the checks, and a zip archive with the reports and excerpts of all logs.
 
-    The files are `report.html` and `gpu_report.zip`. Excerpts are the ends of the logs, but the beginning of NCCL's
-    logs.
+    The files are `report.html` and `gpu_report.zip`. An excerpt is the end of a log, or the beginning of an
+    NCCL log.
     """
     (out / "report.html").write_text(_page(checks, outcomes, environment))
     logs = sorted(path for path in out.glob("*/*") if path.name == "log" or path.suffix == ".log")
@@ -126,7 +126,7 @@ def rows(
 
 
 def write_rows(page: Path, new: Sequence[str]) -> None:
-    """Replace the rows that an earlier check wrote into the results table of a Markdown page.
+    """Write table rows into the results table of a Markdown page, replacing those of an earlier check.
 
     The results table is the first table after `## Results`.
 

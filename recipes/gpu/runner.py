@@ -32,11 +32,11 @@ NCCL was not tested by such a check.
 
 
 class NotHere(Exception):  # noqa: N818  not an error
-    """Exception that a check raises if this machine cannot run it. The check counts as skipped."""
+    """Exception raised by a check that this machine cannot run, which then counts as skipped."""
 
 
 class NotInTimeError(AssertionError):
-    """Error that is raised if the ranks of a check do not finish within their time limit."""
+    """Error raised if the ranks of a check do not finish within their time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def run_checks(
     on_outcome: Callable[[CheckOutcome], None],
     num_gpus: int = 0,
 ) -> list[CheckOutcome]:
-    """Run the checks one after another, and skip the remaining ones when the total time limit is reached.
+    """Run checks one after another, skipping the rest when the total time limit is reached.
 
     A check that is stopped because the total limit `limit_s` is reached counts as skipped.
     """
@@ -143,7 +143,7 @@ def run_checks(
 
 
 def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
-    """Run a check in a new process with a time limit, and finally kill all processes that it started.
+    """Run a check in a new process with a time limit, and then kill all processes that it has started.
 
     The output goes to the file `log` in the folder of the check.
     """
@@ -201,7 +201,7 @@ def _forkserver() -> Any:
 
 
 def _be(run: Run, request: CheckRequest) -> None:
-    """Run a check as the main function of a child process, and write its result to `answer.json`.
+    """Run a check in this child process, and write its result to `answer.json`.
 
     The child process leads a new process group, so that all processes of the check can be killed together.
     """
@@ -322,7 +322,7 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
 
 
 def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
-    """Return the earlier results that are valid for the same machine, library versions and code.
+    """Return those earlier results that are still valid for this machine, library versions and code.
 
     Failed and skipped checks are not included. Nothing is valid if the git checkout has uncommitted changes.
     """
@@ -347,7 +347,7 @@ def tables(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def summary(outcomes: Sequence[CheckOutcome]) -> str:
-    """Format the numbers of passed, failed, skipped, fast and slow checks as one line.
+    """Format the numbers of passed, failed, skipped, fast and slow checks as a line of text.
 
     >>> summary([CheckOutcome(name="x", status="PASS", seconds=0.0, message="")])
     '1 passed, 0 failed, 0 skipped; of speed 0 fast, 0 slow.'
@@ -360,7 +360,7 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def limit_s_from(minutes: str) -> float:
-    """Convert the total time limit of all checks from minutes, given as text, to seconds.
+    """Convert the total time limit from minutes, given as text, to seconds.
 
     Raises:
         ValueError: `minutes` is not a number above zero and at most a day.

@@ -1,4 +1,4 @@
-"""Check of the dynamic loss scale in combination with a learning-rate schedule that advances every step."""
+"""Check of the dynamic loss scale together with a learning-rate schedule that advances every step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Rates(pl.Callback):
 
 
 def rates_by_hand(num_steps: int) -> list[float]:
-    """Return the expected learning rates before the first step and after each of `num_steps` steps."""
+    """Calculate the expected learning rates before the first step and after each of `num_steps` steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     schedule = one_cycle(optimizer)
     rates = [optimizer.param_groups[0]["lr"]]

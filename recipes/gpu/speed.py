@@ -38,7 +38,7 @@ NUM_SAMPLES = 5
 
 
 def verdict(request: CheckRequest, *, is_fast: bool) -> str:
-    """Return the status FAST or SLOW on a GPU, and always PASS on a CPU, where speed is not judged."""
+    """Return the status FAST or SLOW on a GPU, or PASS on a CPU, where speed does not matter."""
     if not request.on_cuda:
         return "PASS"
     if is_fast:
@@ -91,7 +91,7 @@ def updates(request: CheckRequest) -> Details:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a call on the device, and the seconds that the host needs to enqueue it.
+    """Return the median time of a call on the device, and the time in which the host enqueues it.
 
     On a GPU, a sample consists of several calls.
     """
@@ -154,7 +154,7 @@ RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
 
 
 def images_per_s(arm: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
-    """Train ResNet-50 with one variant, and return the images per second of all ranks together."""
+    """Train ResNet-50 with one variant, and return the throughput of all ranks in images per second."""
     size = _size(request)
     precision, make_strategy = RESNET_ARMS[arm]
     device = _device_of(request, rank)
@@ -345,7 +345,7 @@ def _row_of_sum(
 
 
 def _timed_sums(backend: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
-    """Time the backend's and the engine's all-reduce on one rank, and return the seconds for each size."""
+    """Time all-reduces of the backend and of the engine on one rank, and return the seconds for each size."""
     device = _device_of(request, rank)
     limit = timedelta(seconds=60)
     if request.on_cuda:

@@ -1,4 +1,4 @@
-"""Check that runs the GPU tests of the test suite with pytest in a separate process."""
+"""Check that runs the test suite's GPU tests with pytest in a separate process."""
 
 from __future__ import annotations
 

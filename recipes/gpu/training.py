@@ -1,4 +1,4 @@
-"""Modules, loaders and callbacks for timed training runs with images that are already on the device."""
+"""Modules, loaders and callbacks for timing training runs with images that are already on the device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_hybrid.optim import LARS, param_groups
 
 
 def fused_sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Create torch's fused SGD for a network, without weight decay for biases and normalisation layers."""
+    """Create torch's fused SGD, without weight decay for biases and normalisation layers."""
     groups = param_groups(net, weight_decay=1e-4)
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     return torch.optim.SGD(plain, lr=1e-3, momentum=0.9, fused=True)
 
 
 def fused_lars(net: nn.Module) -> torch.optim.Optimizer:
-    """Create a fused LARS optimizer without weight decay and trust ratio for biases and normalisation layers."""
+    """Create fused LARS, without weight decay and trust ratios for biases and normalisation layers."""
     return LARS(param_groups(net, weight_decay=1e-4), lr=1e-3, momentum=0.9, fused=True)
 
 
@@ -61,7 +61,7 @@ class TrainedNet(pl.LightningModule):
 
 
 class FitClock(Callback):
-    """Callback that measures the total time of training steps `begin` to `end - 1`.
+    """Callback that measures the total time of the training steps from `begin` to `end - 1`.
 
     Before it reads the clock, it waits for the device.
     """

@@ -1,4 +1,4 @@
-"""Timing of optimizer updates, separately on the device and on the host.
+"""Timing of optimizer updates, measured separately on the device and on the host.
 
 Timing a single update between two synchronisations would give only the larger of both times. With few kernels, that is
 the time of Python.
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Return a step of torch's fused SGD on fp32 tensors. Its time is a lower bound for LARS.
+    """Return a step of torch's fused SGD on fp32 tensors, whose time is a lower bound for LARS.
 
     This step computes no trust ratio and does not use half precision.
     """
@@ -33,7 +33,7 @@ def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callab
 
 
 def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Return a step of torch's fused AdamW on fp32 tensors. Its time is a lower bound for LAMB.
+    """Return a step of torch's fused AdamW on fp32 tensors, whose time is a lower bound for LAMB.
 
     This step computes no trust ratio.
     """
@@ -97,7 +97,7 @@ class _Operations(TorchDispatchMode):
 
 
 def calls_in_a_row(step: Callable[[], object]) -> int:
-    """Return the number of calls of `step` that fit into a GPU's launch queue, but at most 20.
+    """Return how many calls of `step` fit into a GPU's launch queue, but at most 20.
 
     The function runs `step` once and counts torch operations. Each operation launches hardly more than one kernel per
     list of tensors.
@@ -158,7 +158,7 @@ w, v. LAMB reads w, m, v once more. On CUDA, LAMB works on lists of tensors and 
 
 
 def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int = 15) -> float:
-    """Measure the bandwidth of device memory in bytes read and written per second while copying a tensor."""
+    """Measure the memory bandwidth of a tensor copy, in bytes read and written per second."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
     times_s = [

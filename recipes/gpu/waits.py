@@ -1,4 +1,4 @@
-"""Checks that no CUDA stream reads data before it is written, and that no step makes the host wait."""
+"""Checks that CUDA streams never read data too early, and that training steps never make the host wait."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def waits(request: CheckRequest) -> Details:
 
 
 class _Doubled:
-    """Loader that changes each batch on the stream with which the prefetcher copies it to the device."""
+    """Loader that changes each batch on the CUDA stream that the prefetcher uses for copies."""
 
     def __init__(self, batches: DataLoader, change: Callable[[Tensor], Tensor]) -> None:
         self.batches = batches
@@ -88,13 +88,13 @@ class _Doubled:
         return len(self.batches)
 
     def on_device(self, batch: Any) -> Any:
-        """Change the images of a batch on the stream of `DevicePrefetcher`, which calls this method."""
+        """Change the images of a batch on the current stream, which is that of `DevicePrefetcher`."""
         return [self.change(batch[0]), batch[1]]
 
 
 @contextmanager
 def _finishing_with(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context manager that applies a function to the result of every all-reduce when it finishes."""
+    """Context manager that calls a function with the result of every all-reduce when it finishes."""
     original = CommEngine.submit
 
     def submit(self: CommEngine, flat: Tensor, **settings: Any) -> Any:
@@ -162,7 +162,7 @@ class _Watches(pl.Callback):
 
 
 def who_waits(request: CheckRequest) -> Details:
-    """Check that no code of this library synchronises with the device during a training step.
+    """Check that this library never synchronises with the device during a training step.
 
     Three steps per optimizer are observed. The table lists all source lines that synchronise.
     """

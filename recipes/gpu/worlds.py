@@ -1,4 +1,4 @@
-"""Functions that run a GPU check on several ranks, each in a process, and checks of the all-reduce."""
+"""Helpers that run a GPU check on several ranks, one process per rank, and checks of the all-reduce."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
 
 
 def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of small integers that depend on the rank. Their sums are exact in every dtype."""
+    """Return a tensor of small integers that depend on the rank, whose sums are exact in every dtype."""
     return ((torch.arange(numel) * 7 + rank * 3) % 13 - 6).to(dtype).to(device)
 
 
@@ -72,7 +72,7 @@ def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -
 
 
 def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str, int, int]:
-    """Choose the backend, the number of ranks and the number of ranks per emulated host for this machine.
+    """Choose a backend, a number of ranks and a number of ranks per emulated host for this machine.
 
     With several GPUs each rank has its own GPU over NCCL. With one GPU the ranks share it over Gloo, each as its own
     host. `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
@@ -159,7 +159,7 @@ def run_world(
     per_host: int | None = None,
     may_die: tuple[int, ...] = (),
 ) -> list[Details]:
-    """Call `run(request, rank, num_ranks)` in one new process per rank, and return the results by rank.
+    """Call `run(request, rank, num_ranks)` in a new process for each rank, and return all results by rank.
 
     `per_host`: number of ranks per emulated host, each with its own device. Hosts share the devices. None: all ranks
     are on one host. `may_die`: ranks whose failure is ignored.
@@ -236,7 +236,7 @@ def _be_rank(
     port: int,
     group: int,
 ) -> None:
-    """Run one rank of a check as the main function of a child process, and write its result to a file.
+    """Run one rank of a check in this child process, and write its result to a file.
 
     The environment variables are set as torchrun sets them. The process joins the process group of its check. There is
     one emulated host, or several with `per_host` ranks each.

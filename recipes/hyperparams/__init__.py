@@ -1,1 +1,1 @@
-"""Search for hyper-parameters with Optuna, with trials in parallel processes."""
+"""Hyper-parameter search with Optuna, with trials in parallel processes."""

@@ -1,4 +1,4 @@
-"""Axes of a hyper-parameter search, which are configuration keys with a range of values."""
+"""Axes of a hyper-parameter search, each of which is a configuration key with a range of values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Axis:
 
     @property
     def spacing(self) -> float:
-        """Ratio of two neighbouring grid values on the logarithmic scale, or their difference on the linear one."""
+        """Ratio between neighbouring grid values on a logarithmic scale, or their difference on a linear scale."""
         if self.scale == "log":
             return float((self.high / self.low) ** (1 / (self.num - 1)))
         return (self.high - self.low) / (self.num - 1)

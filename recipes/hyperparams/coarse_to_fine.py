@@ -17,7 +17,7 @@ from recipes.hyperparams.outcome import best_of, has_ended, was_interrupted
 
 
 class CoarseToFine(BaseSampler):
-    """Optuna sampler with a coarse grid, followed by finer grids around the best trial (Jia et al. 2018).
+    """Optuna sampler that starts with a coarse grid, then searches finer grids around the best trial (Jia et al. 2018).
 
     The authors (arXiv:1807.11205) report that they first used large steps to find a good region and refined the search
     there, but give no number or size of steps. Grid, zoom and rounds are therefore options, and the defaults are our
@@ -54,7 +54,7 @@ class CoarseToFine(BaseSampler):
         return [_ended_at(points, trials) for points in self._rounds_of_points(study)]
 
     def has_next(self, study: Study) -> bool:
-        """Return whether the current round has a grid point for which no trial was started yet."""
+        """Return whether the current round has a grid point for which no trial has been started."""
         return bool(self._free_points(study))
 
     def infer_relative_search_space(
@@ -69,7 +69,7 @@ class CoarseToFine(BaseSampler):
         trial: FrozenTrial,
         search_space: dict[str, BaseDistribution],
     ) -> dict[str, Any]:
-        """Return the first grid point of the current round for which no trial was started yet."""
+        """Return the first grid point of the current round for which no trial has been started."""
         return self._free_points(study)[0]
 
     def sample_independent(
@@ -79,7 +79,7 @@ class CoarseToFine(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        """Raise an error, because Optuna calls this method only for a key that is not one of the axes.
+        """Raise an error, because Optuna calls this method only for keys that are not search axes.
 
         Raises:
             ValueError: Always.
@@ -97,7 +97,7 @@ class CoarseToFine(BaseSampler):
         return [point for point in points if _key(point) not in taken]
 
     def _rounds_of_points(self, study: Study) -> list[list[Point]]:
-        """Return the grid points of each round that has begun, which is after the previous round has ended."""
+        """Return the grid points of each round that has begun, where a round begins when the previous one ends."""
         trials = study.get_trials(deepcopy=False)
         rounds = [_product(self.axes, [axis.values() for axis in self.axes])]
         ended = _ended_at(rounds[0], trials)
@@ -111,7 +111,7 @@ class CoarseToFine(BaseSampler):
         return rounds
 
     def _neighbours(self, centre: Point, level: int) -> list[Point]:
-        """Return the neighbours of a grid point, `1 / zoom**level` steps of the first grid away."""
+        """Return the neighbours of a grid point at a distance of `1 / zoom**level` steps of the first grid."""
         step = 1 / self.zoom**level
         values = []
         for axis in self.axes:

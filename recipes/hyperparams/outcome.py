@@ -57,7 +57,7 @@ def has_ended(trial: FrozenTrial) -> bool:
 
 
 def sort_key(trial: FrozenTrial, direction: StudyDirection) -> tuple[int, float]:
-    """Return a key that sorts trials from best to worst: done, then stopped, then diverged or failed."""
+    """Return a key that sorts trials from best to worst, first by status and then by objective."""
     status = status_of(trial)
     if status in ("diverged", "failed") or trial.value is None or not math.isfinite(trial.value):
         return 2, 0.0
@@ -68,6 +68,6 @@ def sort_key(trial: FrozenTrial, direction: StudyDirection) -> tuple[int, float]
 
 
 def best_of(trials: Iterable[FrozenTrial], direction: StudyDirection) -> FrozenTrial | None:
-    """Return the best completed trial, or None if there is none. The first of equal trials is preferred."""
+    """Return the best completed trial (the first of equal ones), or None if there is none."""
     done = [trial for trial in trials if sort_key(trial, direction)[0] == 0]
     return min(done, key=lambda trial: sort_key(trial, direction), default=None)

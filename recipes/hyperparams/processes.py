@@ -1,4 +1,4 @@
-"""Processes of a trial, one per rank, forked from a server that has already imported all modules."""
+"""Processes of a trial, one per rank, which are forked from a server with all modules imported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TrialProcesses:
         return None
 
     def kill(self) -> None:
-        """Kill all processes of the trial, which may be waiting for a rank that failed."""
+        """Kill all processes of the trial, because they may be waiting for a failed rank."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -114,7 +114,7 @@ class TrialProcesses:
 
 
 def run_safely(run_trial: RunTrial, overrides: tuple[str, ...], ask_pruner: AskPruner) -> Outcome:
-    """Run a trial, and return its outcome. If the trial raises an exception, return a failed outcome."""
+    """Run a trial and return its outcome, which is a failure if the trial raises an exception."""
     try:
         return run_trial(overrides, ask_pruner)
     except Exception as error:  # not SystemExit: Lightning turns SIGTERM and Ctrl-C into one
@@ -155,7 +155,7 @@ def _run_rank(
     log: Path | None,
     connection: Connection,
 ) -> None:
-    """Run one rank of a trial as the main function of a child process, and send its outcome to the parent."""
+    """Run one rank of a trial in this child process, and send its outcome to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)

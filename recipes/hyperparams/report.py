@@ -1,4 +1,4 @@
-"""Report of a hyper-parameter search, with a printed row per trial, a table of all trials and a figure."""
+"""Report of a hyper-parameter search, with rows for the terminal, a table and a figure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 11
 
 @dataclass(frozen=True, kw_only=True)
 class SearchReport:
-    """Report that formats the trials of a hyper-parameter search as rows, a table and a figure.
+    """Formatter of the trials of a hyper-parameter search as rows, a table and a figure.
 
     Attributes:
         axes: Axes of the search.

@@ -24,7 +24,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class RunningTrial:
-    """Trial that is currently running, together with its processes."""
+    """Running trial together with its processes."""
 
     trial: Trial
     processes: TrialProcesses
@@ -113,11 +113,11 @@ class TrialRunner:
         return time.monotonic() >= self._deadline_s
 
     def _must_wait(self) -> bool:
-        """Return whether to wait for other processes that are still running trials of this search."""
+        """Return whether to wait for trials of this search that other processes are still running."""
         return not self._is_out_of_time() and self.search.others_run()
 
     def _handle_messages(self) -> None:
-        """Wait briefly for messages of running trials, handle them, and record trials that have ended."""
+        """Wait briefly for messages from running trials, handle them, and record trials that have ended."""
         connections = []
         for running in self._running:
             connections.extend(running.processes.connections)

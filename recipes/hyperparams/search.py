@@ -1,4 +1,4 @@
-"""Hyper-parameter search stored as an Optuna study in a directory, which several processes can share."""
+"""Hyper-parameter search in an Optuna study on disk, which several processes can share."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Search:
             )
 
     def rounds(self) -> list[list[FrozenTrial]]:
-        """Return the finished trials, grouped by round. Only `CoarseToFine` has more than one round."""
+        """Return the finished trials, grouped by round (a single group unless `CoarseToFine` is used)."""
         if self._coarse_to_fine is not None:
             return self._coarse_to_fine.rounds(self.study)
         return [[trial for trial in self.study.get_trials(deepcopy=False) if has_ended(trial)]]
@@ -106,7 +106,7 @@ class Search:
         return sum(len(trials) for trials in self.rounds())
 
     def start_trial(self) -> Trial | None:
-        """Start and return the next trial, or return None if no trial is available to start."""
+        """Start and return the next trial, or return None if there is no trial to start."""
         with self._locks.starting():
             self._fail_interrupted()
             if not self._has_next():
@@ -133,7 +133,7 @@ class Search:
             return any(trial.number not in self._held for trial in self._running_trials())
 
     def is_complete(self) -> bool:
-        """Return whether no trial is left to run and no other process is running a trial."""
+        """Return whether all trials have been run and no other process is running a trial."""
         return not self.others_run() and not self._has_next()
 
     def _has_next(self) -> bool:
@@ -153,7 +153,7 @@ class Search:
 
 
 def _journal(path: Path) -> JournalStorage:
-    """Open an Optuna journal, after removing the last line if a killed process left it incomplete."""
+    """Open an Optuna journal, and first remove its last line if a killed process left it incomplete."""
     lock = JournalFileOpenLock(str(path))
     lock.acquire()
     try:

@@ -1,4 +1,4 @@
-"""Trial of a hyper-parameter search, which runs `recipes/train.py` with some keys changed."""
+"""Trial of a hyper-parameter search, which runs `recipes/train.py` with overrides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 @contextmanager
 def _no_other_hydra() -> Iterator[None]:
-    """Context manager that deactivates the Hydra instance of the search to compose another configuration.
+    """Context manager that deactivates the search's Hydra instance, to compose another configuration.
 
     Hydra allows only one instance per process.
     """
@@ -88,7 +88,7 @@ def settings_of(base: Sequence[str], *, objective: str, mode: str) -> str:
 
 
 class Watch(Callback):
-    """Callback that reports the objective to the pruner, and ends a trial that diverges or is pruned.
+    """Callback that reports the objective to the pruner, and ends trials that diverge or are pruned.
 
     Validation may be infrequent. The training loss is read every `log_every_n_steps` steps and at the end.
 
@@ -105,7 +105,7 @@ class Watch(Callback):
         self.reason = ""
 
     def end(self, status: Status, reason: str) -> None:
-        """Record the status of a trial that ends early, and the reason."""
+        """Record the status of a trial that ends early, with the reason."""
         self.status = status
         self.reason = reason
 
@@ -117,7 +117,7 @@ class Watch(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Stop training if the loss is not finite. The loss is read at logged steps and in the last step."""
+        """Stop training if the loss is not finite at a logged step or in the last step."""
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         # Reading the loss waits for the device: do so only at logged steps, and once at the end.
         if not is_last and trainer.global_step % trainer.log_every_n_steps != 0:  # type: ignore[attr-defined]
@@ -233,7 +233,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _silence_lightning() -> None:
-    """Suppress Lightning's messages about devices and loaders, which would clutter the output of the search."""
+    """Suppress Lightning's messages about devices and loaders, which would clutter the search's output."""
     launch.ignore_lightning_warnings()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""AlexNet with BatchNorm for large-batch training on images of any size, and torchvision's AlexNet."""
+"""AlexNet with BatchNorm for large-batch training with any image size, and torchvision's AlexNet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Conv:
     has_pool: bool
 
     def out_size(self, size: int, *, pool_padding: int) -> int:
-        """Return the output height and width in pixels for a square input, including the max-pool if any."""
+        """Return the output height and width in pixels for a square input, after the max-pool if there is one."""
         size = (size + 2 * self.padding - self.kernel) // self.stride + 1
         if self.has_pool:
             size = (size + 2 * pool_padding - POOL_KERNEL) // POOL_STRIDE + 1
@@ -89,7 +89,7 @@ class AlexNetBN(nn.Module):
         dropout: Probability of a zero after fc6 and fc7.
         bn_eps: Added to the variance; 1e-5 is torch's (Ginsburg's 1e-4).
         bn_momentum: Weight of the new batch in the running statistics; 0.1 is torch's and Ginsburg's.
-        checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
+        checkpoint_activations: Recompute the inside of each convolution's stage in backward instead of storing it.
         slice_fc: `"node"`: under `hybrid_allreduce` fc6, fc7 and fc8 are tensor-parallel over the ranks of a node.
 
     Shapes: images `"batch in_channels image_size image_size"` -> logits `"batch num_classes"`, in the images' dtype.
@@ -264,7 +264,7 @@ class AlexNet(nn.Module):
         num_classes: Classes, the last dimension of the logits.
         in_channels: Channels of the images.
         dropout: Probability of a zero before the two hidden layers.
-        checkpoint_activations: Compute the inside of each convolution's stage again in backward instead of storing it.
+        checkpoint_activations: Recompute the inside of each convolution's stage in backward instead of storing it.
         slice_fc: As in `AlexNetBN`, for the three layers of the classifier.
 
     Shapes: images `"batch in_channels height width"`, 63 pixels at least, 224 as published -> logits

@@ -12,7 +12,7 @@ from lightning_hybrid.models.activation_checkpointing import second_pass
 
 
 class Bert(nn.Module):
-    """Randomly initialised BERT for masked language modelling, from `transformers`. Nothing is downloaded.
+    """Randomly initialised BERT from `transformers` for masked language modelling, without a download.
 
     Embedding and head share their weight. The head is computed only for masked positions.
 
@@ -93,7 +93,7 @@ class Bert(nn.Module):
         return logits
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Return embeddings, layers and head as blocks that pipeline parallelism can assign to stages."""
+        """Return embeddings, layers and head as blocks for pipeline parallelism."""
         return self._blocks
 
     def example(
@@ -113,7 +113,7 @@ class Bert(nn.Module):
 
 
 class _Beside(nn.Module):
-    """Wrapper of a layer that passes the positions of masked tokens to the next layer unchanged."""
+    """Wrapper of a layer that also passes the positions of masked tokens on to the next layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Division of a convolutional network into stages, for pipelines and for activation checkpointing."""
+"""Division of convolutional networks into stages, for pipelines and for activation checkpointing."""
 
 from torch import Tensor, nn
 

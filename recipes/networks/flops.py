@@ -1,4 +1,4 @@
-"""Counts of floating-point operations per image."""
+"""Counting of floating-point operations per image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BATCH = 2  # BatchNorm cannot train on a single value per channel, such as one 
 
 
 def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
-    """Return the number of floating-point operations of a forward pass per image.
+    """Count the floating-point operations of a forward pass per image.
 
         flops = 2 * multiply-adds of all convolutions and matrix products
 
@@ -35,7 +35,7 @@ def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int
 
 
 def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
-    """Return the number of floating-point operations of a forward and backward pass per image.
+    """Count the floating-point operations of a forward and backward pass per image.
 
         flops = forward + gradients of the weights + gradients of the activations = about 3 * forward
 

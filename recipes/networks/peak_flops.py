@@ -1,4 +1,4 @@
-"""Peak arithmetic throughput of accelerators, from their manufacturers' datasheets."""
+"""Peak arithmetic throughput of accelerators, taken from their datasheets."""
 
 from __future__ import annotations
 

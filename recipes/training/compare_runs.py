@@ -1,4 +1,4 @@
-"""Comparison of training runs by curves, final metrics and differing configuration keys."""
+"""Comparison of training runs by their curves, final metrics and configurations."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return each configuration key that differs between runs, with its value in every run.
+    """Return the configuration keys that differ between runs, with their values in every run.
 
     The value is None for a run without the key. Keys of output directories are left out.
     """
@@ -228,7 +228,7 @@ def text_table(runs: Sequence[Run]) -> str:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return figure panels of each recorded metric over steps, and of losses and accuracy also over time."""
+    """Create figure panels of each metric over steps, and of losses and accuracies also over time."""
     panels = list[Panel]()
     for title, name, unit, is_timed in PANELS:
         by_step = {run.name: run.curves.get(name, []) for run in runs}
@@ -273,7 +273,7 @@ def _draw(
 
 
 def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return a table row for each final metric, in which the best value is marked.
+    """Return one table row per final metric, with the best value marked.
 
     Test and validation metrics come first.
     """

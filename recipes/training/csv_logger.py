@@ -1,4 +1,4 @@
-"""CSV logger that continues its file in a resumed run without duplicate or missing rows."""
+"""CSV logger that resumes without duplicate or missing rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Writer(ExperimentWriter):
 
 
 class CSVRows(CSVLogger):
-    """CSV logger that continues the file of an earlier run, based on Lightning's `CSVLogger`.
+    """Subclass of Lightning's `CSVLogger` that continues the file of an earlier run.
 
     Lightning's logger deletes the file of an earlier run. This logger keeps the rows that were logged before the
     checkpoint, and drops later rows, because the resumed run writes them again.
@@ -72,7 +72,7 @@ class CSVRows(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Writer of the CSV file. The first access drops rows that were logged after the checkpoint."""
+        """Writer of the CSV file, which on first access drops rows logged after the checkpoint."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = part_path(path)
@@ -105,7 +105,7 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def sync(self) -> None:
-        """Write all logged rows to the disk with fsync, before a checkpoint stores their number."""
+        """Write all logged rows to disk with fsync, before their number is stored in a checkpoint."""
         self.save()
         path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
         if path.is_file():
@@ -128,7 +128,7 @@ class CSVRows(CSVLogger):
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of a CSV file as dictionaries. Return an empty list if the file does not exist."""
+    """Read the rows of a CSV file as dictionaries, or return an empty list if the file does not exist."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -145,7 +145,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> No
 
 
 def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Append rows to a CSV file. If writing fails, remove rows that were written in part and raise."""
+    """Append rows to a CSV file, and remove partially written rows if an error occurs."""
     text = io.StringIO(newline="")
     csv.DictWriter(text, columns).writerows(rows)
     content = text.getvalue().encode()
@@ -176,7 +176,7 @@ def num_rows_of(logger: Any) -> int | None:
 
 
 def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """Return the metrics of the current step that Lightning has not passed to the loggers yet, or None.
+    """Return metrics of the current step that Lightning has not yet passed to the loggers, or None.
 
     Lightning 2.6 lets `ModelCheckpoint` save after a step before it passes the metrics of that step to the loggers. A
     run that resumes from this checkpoint would never log them.
@@ -202,7 +202,7 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:
-    """Continue a logger of a resumed run after the rows that were logged before the checkpoint.
+    """Make a logger of a resumed run continue after the rows that were logged before the checkpoint.
 
     `row` contains the metrics of the checkpoint's step if they were not logged yet. They are logged now.
     """

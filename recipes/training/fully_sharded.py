@@ -1,4 +1,4 @@
-"""FSDP2 strategy for the recipes that shards weights, gradients and optimizer state over all ranks."""
+"""FSDP2 strategy of the recipes, which shards weights, gradients and optimizer state over all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShardedClassifier(Classifier):
 
     # A separate class, because Lightning treats every module with this hook as one that may be sharded.
     def configure_model(self) -> None:
-        """Shard the network over all ranks. A second call does nothing."""
+        """Shard the network over all ranks, unless this has already been done."""
         strategy: Any = self.trainer.strategy
         strategy.shard_(self.model)
 
@@ -76,7 +76,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
         self._precision_plugin = with_masters(plugin, ShardedHalfPrecision, self.loss_scale)
 
     def teardown(self) -> None:
-        """Tear down the strategy, and wait until all checkpoints are written."""
+        """Tear down the strategy, and wait for checkpoints that are still being written."""
         try:
             super().teardown()
         finally:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def gathered_alone(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a network that FSDP2 should shard and gather separately.
+    """Return the blocks of a network that should be sharded and gathered as separate FSDP2 units.
 
     `FullyShardedStrategy.shard_` describes these blocks.
     """

@@ -1,4 +1,4 @@
-"""Types and ranges of the keys of conf/train.yaml, and checks of precision and network."""
+"""Types and ranges of the keys in `conf/train.yaml`, and checks of precision and network."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
 
 
 def _fitting(cfg: DictConfig, shape: Sequence[int]) -> str:
-    """Return the command-line overrides that make the network accept images of this shape."""
+    """Return command-line overrides with which the network accepts images of this shape."""
     channels, size, _ = shape
     is_for_one_size = "image_size" in cfg.model
     if is_for_one_size and cfg.model.in_channels != channels == 3 and size > SMALL_IMAGE:

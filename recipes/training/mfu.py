@@ -1,4 +1,4 @@
-"""FLOPs per image and peak FLOP/s, from which model FLOPs utilisation (MFU) is computed."""
+"""Calculation of FLOPs per image and peak FLOP/s, for the model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
 
 
 def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
-    """Return channels, height and width of an input image, or None if its size is not configured."""
+    """Return the channels, height and width of input images, or None if their size is not configured."""
     size = cfg.data.get("image_size") or cfg.model.get("image_size")
     if isinstance(size, int):
         return (cfg.model.get("in_channels", 3), size, size)
@@ -51,7 +51,7 @@ def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
 
 
 def _operands(precision: object) -> torch.dtype:
-    """Return the dtype of the operands of matrix products for a Lightning precision.
+    """Return the dtype of matrix-product operands for a Lightning precision.
 
     >>> _operands("16-mixed"), _operands("bf16-true"), _operands(32)
     (torch.float16, torch.bfloat16, torch.float32)

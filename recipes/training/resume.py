@@ -1,4 +1,4 @@
-"""Selection of the checkpoint to resume from, and checks that it matches configuration and other ranks."""
+"""Selection of a checkpoint to resume from, with checks that configuration and ranks agree on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCandidate:
-    """Checkpoint file with a complete training state from which a run can resume."""
+    """Checkpoint file with a complete training state, from which a run can resume."""
 
     path: Path
     global_step: int
@@ -102,7 +102,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
-    """Read the step of a checkpoint. Return None if the file is unreadable or contains only weights."""
+    """Read the step of a checkpoint, or return None if it is unreadable or contains only weights."""
     try:
         content = load_unchecked(path, map_location="cpu", mmap=True)
     except (DamagedCheckpointError, RefusedCheckpointError) as error:
@@ -197,7 +197,7 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class SameCheckpoint(Callback):
-    """Callback that raises if two ranks would resume from different checkpoints. Every rank must use it.
+    """Callback that raises an error if two ranks would resume from different checkpoints.
 
     Each rank searches the run directory by itself. If ranks see different directories, or a file system that is updated
     with a delay, they would resume from different steps or wait for each other forever.

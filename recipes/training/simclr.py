@@ -1,4 +1,4 @@
-"""LightningModule for SimCLR, with a nearest-neighbour probe and a linear probe of the features."""
+"""LightningModule for SimCLR, which evaluates the features with nearest-neighbour and linear probes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class SimCLR(Classifier):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Compute the features of training images for the nearest-neighbour probe."""
+        """Compute the features of training images, for the nearest-neighbour probe."""
         self.bank = self._features_of_training_images()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -122,7 +122,7 @@ class SimCLR(Classifier):
 
     @torch.no_grad()
     def _features_of_training_images(self) -> tuple[Tensor, Tensor]:
-        """Gather features and labels on all ranks, from the same number of training images per rank.
+        """Gather the features and labels of training images on all ranks, with equally many from each rank.
 
         Collective: every rank must call it.
         """

@@ -1,4 +1,4 @@
-"""Setup of the loggers, including the logged configuration and the continuation of resumed W&B runs."""
+"""Setup of loggers, which includes logging the configuration and continuing W&B runs on resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrackerRun(Callback):
         self._trainer = trainer
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the loggers of a resumed run after the rows that were logged before the checkpoint."""
+        """Make the loggers of a resumed run continue after the rows that were logged before the checkpoint."""
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 num_rows = self._resumed.get("num_rows", {}).get(type(logger).__name__)
@@ -54,7 +54,7 @@ class TrackerRun(Callback):
         self._resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the W&B run id, the number of rows of each logger, and metrics that are not logged yet."""
+        """Return the W&B run id, the number of rows in each logger, and metrics that are not logged yet."""
         trainer = self._trainer
         state: dict[str, Any] = {"run_id": self.run_id}
         if trainer is not None and trainer.loggers:
@@ -67,7 +67,7 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the loggers from a checkpoint, but keep the W&B run id if this run already has one.
+        """Restore the state of the loggers from a checkpoint, except a W&B run id that is already set.
 
         A run with another logger keeps the id of the checkpoint, so that its own checkpoints contain the id too.
         """
@@ -117,7 +117,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
 
 
 def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None:
-    """Create the configured logger. A W&B or CSV logger continues the log of the checkpoint.
+    """Create the configured logger, which continues the checkpoint's log if it is a W&B or CSV logger.
 
     If `logger.id` is set, W&B uses this run instead. If wandb is not installed, metrics are written to a CSV file with
     a warning, because W&B is the default logger.
@@ -154,7 +154,7 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
 
 
 def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> None:
-    """Log the resolved configuration, overrides and git state before training, and start the W&B run.
+    """Start the W&B run, and log the resolved configuration, the overrides and the git state.
 
     The W&B run starts here, because no other rank is waiting for this process yet.
 

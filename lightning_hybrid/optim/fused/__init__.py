@@ -1,1 +1,1 @@
-"""Fused optimizer steps, which make few passes over memory, for the CPU and CUDA."""
+"""Fused optimizer steps for CPU and CUDA, which make only a few passes over memory."""

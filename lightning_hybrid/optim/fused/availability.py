@@ -1,4 +1,4 @@
-"""Device types that support fused optimizer steps, and a check that their kernels can be built."""
+"""Check of whether fused optimizer steps are available on a device type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRITON_CURE = (
 def has_kernels(device_type: str) -> bool:
     """Return whether a device type has fused optimizer steps, and warn once if they cannot be built.
 
-    On the CPU the first call builds the passes, unless they are in the user's cache. On CUDA it compiles and launches
+    On the CPU the first call builds the C++ code, unless it is in the user's cache. On CUDA it compiles and launches
     a small kernel, which requires a C compiler, Python's headers, and a GPU that Triton supports.
 
     >>> has_kernels("meta"), has_kernels("mps")

@@ -1,4 +1,4 @@
-"""Sums of squares per block of sharded tensors, all-reduced over ranks with a reproducible result."""
+"""Reproducible all-reduce of blockwise sums of squares, for the norms of sharded tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.placement import Part
 
 
 class BlockSums:
-    """Sums of squares per block of a tensor group, for this rank's shards and for the full tensors.
+    """Blockwise sums of squares for a group of tensors, both local to this rank and over all ranks.
 
         local_sums (2, local blocks)   sums of w * w and of g * g for each block of this rank's shards and full
                                        tensors, written by the fused passes
@@ -20,8 +20,8 @@ class BlockSums:
         store_total(message)           fills `whole_sums` from the message after its all-reduce
         whole_sums (2, blocks)         sums that a single rank with all tensors would have
 
-    Each block has one owner, and x + 0 is x. So adding over ranks is exact in any order, and a norm computed from
-    `whole_sums` is bitwise equal to that of a single rank with all tensors.
+    Each block belongs to one rank, and all other ranks add 0 to its sum. The all-reduce is therefore exact in any
+    order, and a norm computed from `whole_sums` is bitwise equal to that of a single rank with all tensors.
 
     Slices of tensor-parallel layers have no order in the full tensor. Each rank describes its slice as a shard that
     begins at 0 and has the length of the slice, and the sums of all slices are added block by block.
@@ -82,12 +82,12 @@ class BlockSums:
         )
 
     def message(self) -> Tensor:
-        """Return this rank's sums, with zeros for the blocks of other ranks, as float64 of shape (2, blocks)."""
+        """Return this rank's block sums as a float64 tensor (2, blocks), with zeros for other ranks' blocks."""
         message = torch.zeros_like(self.whole_sums, dtype=torch.float64)
         return message.index_copy_(1, self._global_indices, self._local_sums / self._num_holders)
 
     def store_total(self, message: Tensor) -> None:
-        """Fill `whole_sums` from a message after its all-reduce."""
+        """Store an all-reduced message in `whole_sums`."""
         self.whole_sums.copy_(message)
         # Every rank has added its sums of replicated tensors, which must count only once.
         replicated_sums = self._local_sums.index_select(1, self._replicated)
@@ -95,7 +95,7 @@ class BlockSums:
 
 
 def _count_blocks(numel: int, block: int) -> int:
-    """Return the number of blocks for `numel` elements, of which the last may be shorter."""
+    """Return the number of blocks needed for `numel` elements, where the last block may be shorter."""
     return -(-numel // block)
 
 
@@ -104,8 +104,8 @@ def add_up(
 ) -> Tensor:
     """All-reduce the block sums of several tensor groups together with `found_inf`.
 
-    There is one call of `add_up_`. Collective: every rank that holds shards must call it, in the same order. Afterwards
-    the sums are equal on all ranks.
+    The function calls `add_up_` once. Afterwards the sums are equal on all ranks. Collective: every rank that holds
+    shards must call it, in the same order.
 
     Args:
         block_sums: Sums of the tensor groups, in the same order on all ranks.

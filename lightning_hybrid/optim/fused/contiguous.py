@@ -1,4 +1,4 @@
-"""Addresses of tensors for fused optimizer steps, with dense copies of tensors that have gaps."""
+"""Memory addresses of tensors for fused optimizer steps, with dense copies of non-dense tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.placement import has_gaps
 
 
 class ContiguousViews:
-    """Dense views or copies of the tensors of a tensor group, which fused steps access by address.
+    """Dense views or copies of a group of tensors, which fused steps access by memory address.
 
         load()       before the passes: reads the addresses of gradients, and fills the dense buffers
         unload()     after the passes: copies the dense buffers back to their tensors
@@ -78,7 +78,7 @@ class ContiguousViews:
 
 
 def data_ptrs(*lists: Sequence[Tensor]) -> list[int]:
-    """Return the memory addresses of the tensors in all lists."""
+    """Return the memory addresses of all tensors in the given lists."""
     addresses: list[int] = []
     for tensors in lists:
         addresses.extend([tensor.data_ptr() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Interface of the engines that run a fused step for one tensor group."""
+"""Interface of the engines that run a fused optimizer step on one group of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_hybrid.optim.gradients import GradScaling
 
 
 class Engine(ABC):
-    """Interface of the engines that compute the norms and the update of one tensor group.
+    """Interface of the engines that compute the norms and the update of one group of tensors.
 
     It is implemented in `cpu.passes` and `cuda.lars`.
 

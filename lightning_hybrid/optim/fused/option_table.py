@@ -1,4 +1,4 @@
-"""Options of parameter groups as tensors on the device, for the fused optimizer steps."""
+"""Device tensors that hold the options of parameter groups, for the fused optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class OptionTable:
-    """Device tensor with the options of a tensor group, in one column per tensor.
+    """Device tensor that holds the options of a group of tensors, with one column per tensor.
 
     `OptionTables` fills it.
 
@@ -42,10 +42,10 @@ class OptionTable:
 
 
 class OptionTables:
-    """Option tables of all tensor groups on one device, which share one block of memory.
+    """Collection of all option tables on one device, which share one block of memory.
 
-    So a change of options needs only one copy. The addresses of tables do not change, because a captured graph reads
-    the tables when it is replayed.
+    When options change, a single copy updates all tables. The addresses of the tables never change, because a
+    captured graph reads the tables when it is replayed.
 
     Args:
         tensor_groups: Table of each tensor group, with the parameter group of each of its tensors.
@@ -146,7 +146,7 @@ class _Slot:
     def gather_rates(self, device: torch.device) -> Tensor:
         """Return the learning rates of all tensors as a device tensor.
 
-        It is needed if learning rates of some parameter groups are tensors.
+        This is needed if the learning rates of some parameter groups are tensors.
         """
         rates = torch.stack([_on_device(group["lr"], device) for group in self.groups])
         if self._indices_on_device is None:

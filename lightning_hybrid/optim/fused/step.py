@@ -1,4 +1,4 @@
-"""Fused steps of LARS and LAMB, which make few passes over memory for all tensors of a tensor group."""
+"""Fused steps of LARS and LAMB, which update groups of tensors in a few passes over memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_hybrid.placement import Part
 
 @dataclass
 class TensorGroup:
-    """Tensors with the same device, dtypes and compiled options, which one launch updates.
+    """Group of tensors that are updated together, with equal device, dtypes and compiled options.
 
     Attributes:
         options: Option table of the tensors.
@@ -103,11 +103,11 @@ class FusedStep:
         )
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Prepare the update when all norms are known, and return the gradient scaling for it."""
+        """Prepare the update once all norms are known, and return the gradient scaling to use."""
         return scaling
 
     def step(self, optimizer: Any, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
-        """Update all parameters by one fused step.
+        """Run one fused step on all parameters.
 
         Gradients are not changed.
 
@@ -124,7 +124,7 @@ class FusedStep:
         grads = [param.grad for param in params]
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             for group in optimizer.param_groups:
-                list(dense_gradients(group))  # This raises the error for sparse gradients.
+                list(dense_gradients(group))  # This call raises the error for sparse gradients.
         is_current = self._is_current(optimizer, params, grads)
         if not is_current and not self._rebuild(optimizer, params, grads):
             return None
@@ -152,7 +152,7 @@ class FusedStep:
     def _compute_norms(
         self, grads: Sequence[Any], scaling: GradScaling, is_checked: bool
     ) -> list[Tensor]:
-        """Compute the norms of all tensor groups, and return one inf-or-nan flag for each group."""
+        """Compute the norms of all tensor groups, and return one flag per group that signals inf or nan."""
         # The tensor groups of a device share one flag, so that the host need not read it.
         flag_of_device: dict[torch.device, Tensor] = {}
         if scaling.found_inf_out is not None:
@@ -195,7 +195,7 @@ class FusedStep:
         return add_up(block_sums, found_inf, optimizer.add_up_)
 
     def _is_current(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
-        """Return whether the engines are still valid, because no tensor was replaced or moved.
+        """Return whether the engines are still valid, that is, no tensor has been replaced or moved.
 
         Engines hold the addresses of tensors.
         """
@@ -245,7 +245,7 @@ class FusedStep:
         return True
 
     def _tensor_groups_of(self, optimizer: Any, grads: list[Any]) -> list[TensorGroup]:
-        """Divide all parameters that have a gradient into tensor groups, which have no engines yet."""
+        """Divide all parameters that have a gradient into tensor groups, without creating engines."""
         tensor_groups: dict[Any, TensorGroup] = {}
         params_and_groups = [
             (param, group) for group in optimizer.param_groups for param in group["params"]
@@ -300,7 +300,7 @@ class FusedLars(FusedStep):
         return group["trust_ratio"]
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Create the engine for the device of the tensors, and any momentum buffer that is missing."""
+        """Create the engine for the tensors' device, and initialise missing momentum buffers."""
         has_momentum, is_joint = tensors.flags
         moments: list[list[Tensor]] = []
         if has_momentum:
@@ -331,7 +331,7 @@ class FusedLamb(FusedStep):
         return group["max_grad_norm"] is not None
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Create the engine for the CPU, and any optimizer state that is missing."""
+        """Create the CPU engine, and initialise missing optimizer state."""
         for param in tensors.params:
             state = optimizer.state[param]
             # The step on lists may have left the count on a GPU.
@@ -341,7 +341,7 @@ class FusedLamb(FusedStep):
         return NativeLamb(tensors.params, moments, steps, tensors.grad_dtype, parts=tensors.parts)
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Update both moments, and return the scaling with the clipping factor of `max_grad_norm`."""
+        """Update both moments, and return the gradient scaling including the factor of `max_grad_norm`."""
         bounded_scaling = self._bound_gradients(scaling)
         for tensors in self._tensor_groups:
             tensors.engine.update_moments(tensors.options, bounded_scaling.to(torch.device("cpu")))
@@ -363,6 +363,6 @@ class FusedLamb(FusedStep):
         if scaling.inverse_scale is not None:
             inverse_scale = scaling.inverse_scale.to(norm)
 
-        # As a factor of the inverse scale, the bound needs no additional pass.
+        # The clipping factor is multiplied into the inverse scale, so that it needs no additional pass.
         factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
         return GradScaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

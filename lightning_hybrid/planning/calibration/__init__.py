@@ -1,1 +1,1 @@
-"""Measurements of links and all-reduces, and a cluster description fitted to them."""
+"""Measurement of links and all-reduces, and calibration of a cluster description with the results."""

@@ -1,4 +1,4 @@
-"""Fit of a cluster description to measured times of messages and all-reduces.
+"""Calibration of a cluster description with measured times of messages and all-reduces.
 
     links       `ping` inside and across, each a line with intervals (link_fit.py); a node's link by its `flows`
     latency     of the wire: across less inside, because a message inside has the same software costs and no wire
@@ -30,16 +30,16 @@ from lightning_hybrid.planning.model.cost_gloo import Gloo
 from lightning_hybrid.planning.model.cost_nccl import Nccl
 from lightning_hybrid.planning.model.node_wire import KERNEL_S, CodecRates
 
-# Several flows must carry this many times the bytes of one to count as more than noise. Our choice.
+# If several flows carry less than this multiple of the bytes of one flow, the gain counts as noise. Our choice.
 CLEARLY_MORE = 1.1
 
-# A larger median error of all-reduces is reported. Our choice, near the simulator's error on our records.
+# Larger median errors of all-reduces are reported. Our choice, near the simulator's error on our records.
 WELL_FITTED = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAllReduce:
-    """Measured time of an all-reduce, and its prediction from the measurements of other sizes."""
+    """Measured time of an all-reduce, and the time predicted from measurements of other sizes."""
 
     algorithm: str
     num_bytes: int
@@ -224,7 +224,7 @@ def _bare_cluster(
     *,
     core_bytes_per_s: float,
 ) -> Cluster:
-    # Links only, with software costs of 0. With one rank per node, `inside` is the rate of additions.
+    # The links without software costs. With one rank per node, `inside` is the rate of additions.
     near = Link(
         latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s
     )
@@ -251,7 +251,7 @@ def _bare_cluster(
             version=setup.nccl_version,
             algorithms=algorithms,
             channels=setup.channels,
-            payload_share=1.0,  # the rates are measured
+            payload_share=1.0,  # because the rates are measured
         )
         codec = CodecRates(kernel_s=KERNEL_S)
     else:
@@ -311,7 +311,7 @@ def _notes(found: Calibration) -> list[str]:
 
 
 def calibration_values(found: Calibration) -> dict[str, object]:
-    """Return a calibration as a dictionary for JSON."""
+    """Convert a calibration to a dictionary that can be written as JSON."""
     fits = {"inside": found.inside, "across": found.across}
     return {
         "links": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},

@@ -1,4 +1,4 @@
-"""Benchmarks of gradient codecs, and of all-reduces between nodes that use them."""
+"""Benchmarks of gradient codecs, and of inter-node all-reduces with compressed gradients."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
 
 CODECS = {"int8": Codec(bits=8), "int4": Codec(bits=4)}
 
-# Names and bytes of all-reduces through a codec. Two sizes show how they differ from those without a codec.
+# Names and sizes of all-reduces with a codec. Two sizes show how they differ from all-reduces without a codec.
 CODED_SUMS = tuple(
     (f"two_level_{name}", num_bytes) for name in CODECS for num_bytes in (512 * KIB, 4 * MIB)
 )
 
 
 def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a benchmark function that encodes a float32 tensor, then decodes and adds two messages."""
+    """Return a function to be timed, which encodes a float32 tensor and then decodes and adds two messages."""
     coder = Coder(CODECS[name], device)
-    flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
+    flat = torch.ones(num_bytes // 4, device=device)  # because blocks of zeros would take no time
     message_bytes = coder.codec.message_bytes(flat.numel())
     messages = torch.empty(2, message_bytes, dtype=torch.uint8, device=device)
     blocks = Blocks.of(coder, flat)

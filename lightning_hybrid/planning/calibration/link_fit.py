@@ -1,11 +1,11 @@
-"""Robust fit of a line to measured message times, with intervals and a test of linearity.
+"""Robust linear fit to measured message times, with confidence intervals and a test of linearity.
 
     time = latency + (bytes + min(bytes, burst)) / rate          alpha-beta (Hockney 1994); the burst is our addition
 
 Times span five orders of magnitude, so errors are relative. Outliers are all in one direction, so
-the fit minimises the absolute deviations of the medians. A size with wrong times does not bend the
-line, but shows in `errors`. Bursts that switches store bend any line, so a few burst sizes are
-tried, and one is used only if it clearly improves the fit.
+the fit minimises the absolute deviations of the medians. Wrong times at one size do not bend the
+line, but appear in `errors`. If switches store bursts, message times do not follow a line. Therefore
+a few burst sizes are tried, and one is used only if it clearly improves the fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 # Burst sizes to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards assemble.
 BURSTS_BYTES = (0, 1500, 4096, 9000, 16384, 65536)
 
-# A burst must reduce the error to this fraction of that without. Our choice, which noise alone does not reach.
+# A burst must reduce the error of the fit to this fraction. Our choice, which noise alone does not reach.
 LEAST_GAIN = 0.5
 
 # A link with a larger error of the median at some size is reported as not linear. Our choice.
@@ -34,8 +34,8 @@ NUM_DRAWS = 400
 class LineFit:
     """Fitted latency and bandwidth of a link, with confidence intervals.
 
-    The true values lie in their intervals with probability `confidence`, if the link has this form
-    and times differ only by chance. `errors` holds, for each size, the median measured time over
+    The true values lie in their intervals with probability `confidence`, provided that the link fits
+    this model and times differ only by chance. `errors` holds, for each size, the median measured time over
     the fitted time, minus one.
     """
 
@@ -55,12 +55,12 @@ class LineFit:
 
     @property
     def worst(self) -> tuple[int, float]:
-        """Message size with the largest relative error, with that error."""
+        """Message size with the largest relative error, and that error."""
         return max(self.errors, key=lambda pair: abs(pair[1]))
 
     @property
     def is_line(self) -> bool:
-        """True if the relative error of the fit is at most 25 % at every message size."""
+        """True if the fit is within 25 % of the measured time at every message size."""
         return abs(self.worst[1]) <= MOST_ERROR
 
     def seconds(self, num_bytes: float) -> float:
@@ -69,10 +69,10 @@ class LineFit:
 
 
 def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
-    """Fit a latency and a bandwidth to measured message times, which are grouped by message size.
+    """Estimate the latency and bandwidth of a link from message times, grouped by message size.
 
     Intervals are percentiles of a bootstrap (Efron 1979): samples of each size are drawn with
-    replacement, and the line is fitted to their medians. The same samples give the same fit.
+    replacement, and the line is fitted to their medians. The result is deterministic.
 
     Raises:
         ValueError: There are fewer than three sizes, or a time is not positive.
@@ -140,7 +140,7 @@ def _drawn_medians(samples_s: np.ndarray, generator: np.random.Generator) -> np.
 
 
 def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return latency, seconds per byte and mean relative error of the best line for each row of times.
+    """Fit a line to each row of times, and return latencies, seconds per byte and mean relative errors.
 
     `medians_s` has one row per fit.
     """

@@ -1,4 +1,4 @@
-"""Description of the measured ranks, consistency checks, and loading of saved measurements."""
+"""Description of the ranks in a measurement, with consistency checks and loading of saved results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 def check_same_on_all_ranks(answers: list[dict[str, Any]]) -> None:
     """Raise if ranks have different measurement settings.
 
-    Such ranks would wait for each other in different calls.
+    With different settings, ranks would wait for each other in different calls.
 
     >>> check_same_on_all_ranks([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
     Traceback (most recent call last):
@@ -66,7 +66,7 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
 
 
 def read_nccl_log(path: str) -> dict[str, Any]:
-    """Return the number of ring channels and the NCCL version found in an NCCL log.
+    """Extract the number of ring channels and the NCCL version from an NCCL log.
 
     The keys are fields of `MeasuredSetup`. NCCL logs the channels of its graph when it searches for rings ("Pattern
     4"). All-reduces use copies of these channels.
@@ -92,10 +92,10 @@ def read_nccl_log(path: str) -> dict[str, Any]:
 def world_of(
     topology: Topology, device: torch.device, asked: Measurement, *, inside: Any
 ) -> MeasuredSetup:
-    """Return the `MeasuredSetup` that describes the nodes, ranks and cores.
+    """Collect the nodes, ranks and cores of all processes into a `MeasuredSetup`.
 
-    Collective: every rank must call it, and sends the identity of its machine and its number of
-    cores.
+    Each rank sends the identity of its machine and its number of cores. Collective: every rank must
+    call it.
     """
     mine = (
         host_identity()[:2],

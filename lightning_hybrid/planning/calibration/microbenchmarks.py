@@ -47,7 +47,7 @@ Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
 MESSAGE_BYTES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 EXCHANGE_BYTES = (4, 256, 4 * KIB)
 SUM_BYTES = (4 * KIB, 64 * KIB, 512 * KIB, *(2**power * MIB for power in range(11)))
-MOST_BYTES_ON_CPU = 64 * MIB  # of an all-reduce, because ranks may share a machine's memory
+MOST_BYTES_ON_CPU = 64 * MIB  # for an all-reduce, because ranks may share a machine's memory
 ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
 BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
 ADD_BYTES = 4 * MIB
@@ -61,7 +61,7 @@ MOST_CALLS = 200
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Microbenchmark:
-    """Benchmark case, with its kind, variant and number of bytes.
+    """Single benchmark case, defined by its kind, its variant and a number of bytes.
 
     `what` is the variant: the level (`ping`, `exchange`), the number of flows (`flows`), the dtype
     (`add`), the codec (`codec`) or the algorithm (`sum`).
@@ -74,7 +74,7 @@ class Microbenchmark:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Measured times per call of each benchmark case, in seconds.
+    """Measured times per call in seconds, for each benchmark case.
 
     The samples are in the order of measurement and the same on every rank. `took_s` is the total
     time.
@@ -84,7 +84,7 @@ class Measurements:
     took_s: float
 
     def of(self, kind: Kind, what: str) -> dict[int, list[float]]:
-        """Return the measured times of one kind and variant of benchmark, by number of bytes."""
+        """Return the measured times for one kind and variant of benchmark, keyed by number of bytes."""
         return {
             case.num_bytes: times_s
             for case, times_s in sorted(self.times_s.items())
@@ -92,7 +92,7 @@ class Measurements:
         }
 
     def whats(self, kind: Kind) -> list[str]:
-        """Return the measured variants of one kind of benchmark, in the order of measurement."""
+        """Return the variants that were measured for one kind of benchmark, in the order of measurement."""
         return list(dict.fromkeys(case.what for case in self.times_s if case.kind == kind))
 
 
@@ -207,7 +207,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
     """
     validate(topology)
     began_s = time.perf_counter()
-    # A separate group, whose timeout limits every wait here, and which carries no messages of the user.
+    # A separate group, because its timeout limits every wait here, and it carries no messages of the user.
     group: Any = dist.new_group(
         timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes"
     )
@@ -227,7 +227,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
 
 
 def validate(topology: Topology) -> None:
-    """Raise if the topology has a single rank, or nodes with different numbers of ranks."""
+    """Raise if the topology has only one rank, or nodes with different numbers of ranks."""
     if topology.world_size == 1:
         raise ValueError(
             "`world_size` (=1) must be 2 or more, because links between ranks are measured. Set world.devices=<ranks "
@@ -281,7 +281,7 @@ class _Table:
         calls: dict[Microbenchmark, int] = {}
         slow: set[tuple[str, str]] = set()
         for case in self.asked.cases(self.topology, BACKEND_NAMES[self.device.type]):
-            # The smallest come first. Beyond a slow size, larger ones of its kind are not tried.
+            # The smallest sizes come first. If a size is too slow, larger sizes of the same kind are not tried.
             if (case.kind, case.what) in slow or self.elapsed_s > self.asked.limit_s / 3:
                 continue
             call_s = self._sample(case, 1)

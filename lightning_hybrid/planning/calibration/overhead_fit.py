@@ -1,4 +1,4 @@
-"""Fit of software overheads to measured all-reduce times, by minimising the simulation error.
+"""Estimation of software overheads, which are chosen so that simulated all-reduces match measured ones.
 
 Over Gloo the costs are a stage, a message, a segment, a core's rate and the fraction of a link that
 one ring uses (cost_gloo.py). Over NCCL the cost is the launch (cost_nccl.py). The costs are fitted
@@ -29,16 +29,16 @@ FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_shar
 LEAST_STRIDE = 0.03
 LEAST_PROGRESS = 1e-3
 
-# The time of larger all-reduces is that of the links, and takes long to simulate in chunks.
+# The links determine the time of larger all-reduces, which also take long to simulate in chunks.
 MOST_FITTED_BYTES = 16 * MIB
 
-# Errors of all-reduces count squared up to here and linearly beyond.
+# Errors of all-reduces up to this value are squared, and larger errors count linearly.
 ROBUST = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSetup:
-    """Machines, ranks and data type of a measurement.
+    """Description of a measurement's machines, ranks and data type.
 
     Args:
         num_nodes: Number of nodes.
@@ -66,7 +66,7 @@ class MeasuredSetup:
 def predicted_all_reduce_s(
     cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup
 ) -> float:
-    """Return the simulated time in seconds of one all-reduce that does not overlap computation.
+    """Simulate one all-reduce that does not overlap computation, and return its time in seconds.
 
     Its chunks are those of the plan. `algorithm` may have a suffix: `two_level_int8` is `two_level`
     through a codec.
@@ -91,7 +91,7 @@ def predicted_all_reduce_s(
 
 
 def is_coded(algorithm: str) -> bool:
-    """Return whether all-reduces of this name use a codec.
+    """Return whether the all-reduce algorithm with this name uses a codec.
 
     >>> is_coded("two_level_int8"), is_coded("two_level")
     (True, False)
@@ -106,7 +106,7 @@ def fit_overheads(
     *,
     most_bytes_per_s: float,
 ) -> Cluster:
-    """Return the cluster description with software overheads fitted to measured all-reduce times.
+    """Fit software overheads to measured all-reduce times, and return the updated cluster description.
 
     All-reduces through a codec, or of more than `MOST_FITTED_BYTES`, are ignored. A core's rate is
     at most `most_bytes_per_s`.
@@ -118,7 +118,7 @@ def fit_overheads(
     }
 
     def loss(cluster: Cluster) -> float:
-        # In the logarithm, predictions twice and half as long as measured have the same error, at any size.
+        # On a logarithmic scale, predictions of twice and half the measured time have the same error, at any size.
         errors = (
             math.log(predicted_all_reduce_s(cluster, name, size, setup) / time_s) / ROBUST
             for (name, size), time_s in measured.items()

@@ -1,1 +1,1 @@
-"""Estimates of memory, failures, pipelines, compression and step timelines for the reports."""
+"""Estimates of memory, failures, pipelines and compression, and step timelines for the reports."""

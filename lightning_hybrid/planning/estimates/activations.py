@@ -25,9 +25,9 @@ HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of FLOPs and of the bytes of live tensors created within the context.
+    """Context manager that counts FLOPs and the bytes of live tensors created inside it.
 
-    A tensor and its views count once. FLOPs cover products only, by torch's own formulas.
+    A tensor and its views count once. FLOPs include only products, by torch's own formulas.
 
     Args:
         known: Tensors that do not count.
@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because torch would otherwise import its compiler, which takes seconds."""
+        """Return False to keep torch from importing its compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(
@@ -96,7 +96,7 @@ def example_of(
 
 @contextmanager
 def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, torch.dtype]]:
-    """Yield a copy of the network on the meta device in a given precision, and the dtype of its input.
+    """Yield a copy of the network on the meta device, in a given precision, and the dtype of its input.
 
     Gradients of parameters are dropped as soon as they are computed, because they are part of the
     buckets, whose memory is counted elsewhere.
@@ -126,9 +126,9 @@ def _drop(parameter: Tensor) -> None:
 def step_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Return the peak memory of forward and backward in bytes, without parameters and their gradients.
+    """Return the peak memory of a forward and backward pass in bytes, without parameters and their gradients.
 
-    The peak includes activations that forward saves for backward, temporary tensors of both,
+    The peak includes activations saved for the backward pass, temporary tensors of both passes,
     recomputed activations, and two batches of images, because the next batch is loaded during
     the step. It does not include workspaces of the device's libraries.
 
@@ -151,14 +151,14 @@ def step_bytes(
 def tracked_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Measure the peak memory of forward and backward in bytes with torch's `MemTracker`.
+    """Measure the peak memory of a forward and backward pass in bytes with torch's `MemTracker`.
 
     The result covers the same tensors as that of `step_bytes`. The measurement takes seconds for a large network.
     """
     from torch.distributed._tools.mem_tracker import MemTracker  # imports torch's compiler
 
     with meta_step(model, precision) as (shadow, dtype), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about gradients that are None
+        warnings.simplefilter("ignore")  # because torch warns about gradients that are None
         images = example_of(shadow, batch_size, image_shape, dtype=dtype)
         tracker = MemTracker()
         inputs = list(tree_iter(images))
@@ -205,7 +205,7 @@ def with_checkpointing(model: nn.Module, *, is_on: bool) -> nn.Module:
 
 
 def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on meta tensors by computing only the shapes of its results.
+    """Run an operation, computing only the shapes of its results if it operates on meta tensors.
 
     Operations without a function in `SHAPES`, and operations on other devices, run normally.
     """
@@ -315,9 +315,9 @@ def _max_pool(images: Tensor, kernel: Any, *options: Any) -> tuple[Tensor, Tenso
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of an operation's matrix products and convolutions.
+    """Return the FLOPs of an operation if it is a matrix product or a convolution, otherwise 0.
 
-    A multiply-add counts as two. Other operations have 0 FLOPs.
+    A multiply-add counts as two FLOPs.
     """
     is_convolution = func is aten.convolution.default
     is_transposed = is_convolution and args[6]

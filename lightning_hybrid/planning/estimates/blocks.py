@@ -1,4 +1,4 @@
-"""Network blocks from which pipeline stages are formed, with their compute, memory and messages."""
+"""Network blocks from which pipeline stages are built, with their compute, memory and message sizes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Block:
     Args:
         name: Name of the first module.
         numels: Number of elements of each parameter.
-        forward_flops: FLOPs of one image's forward.
+        forward_flops: FLOPs of a forward pass of one image.
         input_bytes: Bytes of one image at the input, which a pipeline sends to a stage that begins here.
-        kept_bytes: Bytes that forward keeps for the backward of one image.
+        kept_bytes: Bytes that the forward pass of one image keeps for the backward pass.
         num_tied: Number of elements that belong to an earlier block too. Another stage holds them once more.
     """
 
@@ -79,7 +79,7 @@ class _Uses(LiveBytes):
         return results
 
     def use(self, tensor: Tensor) -> None:
-        """Record a use of a tensor, and rule out the pipeline cuts between its first appearance and this use."""
+        """Record a use of a tensor, and rule out all pipeline cuts between its first use and this one."""
         address = tensor.untyped_storage()._cdata
         # A parameter counts from its first use, so that no parameter is used on both sides of a cut.
         first_seen_at = self._first_seen_at.setdefault(address, len(self.marks))
@@ -178,7 +178,7 @@ def _traced_marks(
     with uses:
         first_image_tensor = next(iter(tree_iter(images)))
         uses.use(first_image_tensor)
-        # The result stays alive until the end is marked, as the loss needs it.
+        # The result stays alive until the end is marked, because the loss needs it.
         if pipeline_blocks:
             result = images
             for block in pipeline_blocks:
@@ -240,7 +240,7 @@ def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[st
 
 
 def units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of a network with their names.
+    """Yield the children of a network with their names, descending into `nn.Sequential` modules.
 
     An `nn.Sequential`, or an only child with children, is replaced by its children.
     """

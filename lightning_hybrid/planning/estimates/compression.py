@@ -1,9 +1,9 @@
-"""Estimated time saved between nodes by compressed gradients or by less frequent averages.
+"""Estimates of the time saved by compressing gradients between nodes, or by averaging less often.
 
-A codec shortens exposed communication, and takes time itself. Of more than 200 set-ups of data
-centres, 6 gained (Agarwal et al. 2022, MLSys, arXiv:2103.00543). With slow links between nodes,
-many set-ups gain. A codec changes the gradients, so it must save `CLEARLY_LESS_BY_CODEC` of a step, and is
-only proposed, never applied.
+A codec shortens exposed communication, but takes time itself. It saved time in only 6 of more than 200
+data-centre set-ups (Agarwal et al. 2022, MLSys, arXiv:2103.00543). With slow links between nodes, many
+set-ups gain. Because a codec changes the gradients, it must save `CLEARLY_LESS_BY_CODEC` of a step, and
+it is only proposed, never applied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_hybrid.planning.model.plan_search import with_buckets
 from lightning_hybrid.planning.model.simulate import SimulatedSteps, simulate
 from lightning_hybrid.planning.model.workload import StepWorkload
 
-# Fraction of the best step without a codec that a codec must save. Our choice.
+# Fraction of the best step time without a codec that a codec must save. Our choice.
 CLEARLY_LESS_BY_CODEC = 0.05
 
 # In descending order of bits. bfloat16 takes the same time as float16.
@@ -50,7 +50,7 @@ class WireStep:
 def wire_step(
     outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, name: WireName | None
 ) -> WireStep:
-    """Summarize a simulated step for a comparison of data types between nodes.
+    """Create a `WireStep` from a simulated step, to compare data types between nodes.
 
     `name` is the data type or codec between nodes in that simulation.
     """
@@ -75,7 +75,7 @@ def compressed_steps(
     itemsize: int,
     on_cuda: bool,
 ) -> tuple[WireStep, ...]:
-    """Simulate a step with each smaller data type between nodes, under the best plan for each.
+    """Simulate a step for each narrower data type between nodes, each with its best plan.
 
     The result is empty for a single node. A codec needs a reduction inside each node first, so
     plans without one are tried with `algorithm="auto"`.
@@ -119,8 +119,8 @@ def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
 
 # ---- steps inside nodes, with averages over nodes in between (`sync_across_nodes_every`) ----
 
-CHUNK_BYTES = 16 * MIB  # of the average, with two chunks in flight
-BYTES = 8  # of a parameter in an average, for fp32 master weight and momentum. Adam and LAMB send no momentum
+CHUNK_BYTES = 16 * MIB  # for the average, with two chunks in flight
+BYTES = 8  # per parameter in an average, for fp32 master weight and momentum. Adam and LAMB send no momentum
 
 
 def average_s(
@@ -131,7 +131,7 @@ def average_s(
     on_cuda: bool,
     wire: NodeWire | None = None,
 ) -> float:
-    """Return the time to average `num_bytes` of fp32 values over nodes, in seconds.
+    """Return the time in seconds to average `num_bytes` bytes of fp32 values over nodes.
 
     Nothing hides this time. The bytes are master weights and momentum, 4 and 4 per parameter, which
     are all-reduced over all ranks in chunks of 16 MiB. `wire` is their data type or codec between

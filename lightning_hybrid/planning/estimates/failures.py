@@ -1,4 +1,4 @@
-"""Effect of node failures on a run, with the best checkpoint interval and the expected duration.
+"""Effect of node failures on a run: optimal checkpoint interval and expected duration.
 
     tau = sqrt(2 c M) (1 + sqrt(x) / 3 + x / 9) - c,   x = c / (2 M) < 1         work between two checkpoints
     T   = M exp(R / M) (exp((tau + c) / M) - 1) W / tau                          expected time, by restart
@@ -7,9 +7,9 @@
     M   mean time between failures of the whole job      c   a checkpoint     W   work without failures
     R   detection and restart                            r   detection and rejoin
 
-An elastic run loses no step, because the other nodes continue with their state. The model ignores that fewer nodes
-train for a while. Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps".
-Failures occur at random at a constant rate.
+An elastic run loses no step, because the other nodes continue with their state. The model ignores that the run then
+has fewer nodes for a while. Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
+dumps". Failures occur at random at a constant rate.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_hybrid.checks import require_number
 
 NUM_RUNS = 200
 SHARES = (0.1, 0.9)
-NO_END = 50  # multiple of the work beyond which a run is not simulated
+NO_END = 50  # A run that takes longer than this multiple of its work is not simulated further.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Rate of GPU failures, and the time that each failure costs.
+    """Failure model with the rate of GPU failures and the time lost by each failure.
 
     Args:
         gpu_hours: GPU hours between two failures. Default: 419 failures in 54 days of 16,384 GPUs (Dubey et al. 2024,
@@ -71,7 +71,7 @@ class Failures:
         return 3600 * self.gpu_hours / num_gpus
 
     def interval_s(self, num_gpus: int) -> float:
-        """Return the optimal checkpoint interval, in seconds of training between two checkpoints."""
+        """Return the optimal training time between two checkpoints, in seconds."""
         mean_s = self.between_s(num_gpus)
         cost_s = self.checkpoint_s
         part = cost_s / (2 * mean_s)
@@ -95,7 +95,7 @@ class Failures:
     def elastic_s(self, work_s: float, num_gpus: int) -> float:
         """Return the expected duration of an elastic run in seconds.
 
-        It is infinite if the run loses more time than it works.
+        It is infinite if failures cost more time than the run makes progress.
         """
         lost = (self.detection_s + self.rejoin_s) / self.between_s(num_gpus)
         return work_s / (1 - lost) if lost < 1 else math.inf

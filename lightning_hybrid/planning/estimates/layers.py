@@ -16,11 +16,11 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 
 FORWARD_SHARE = (
     1 / 3
-)  # fraction of a step's arithmetic, because backward has two products for each of forward's
+)  # fraction of a step's arithmetic, because backward has two products for each product in forward
 
 
 class WithoutValues(TorchFunctionMode):
-    """Context in which parameters are created on the meta device, without initial values.
+    """Context manager under which parameters are created on the meta device, without initial values.
 
     Random initial values would import torch's compiler.
 
@@ -47,7 +47,7 @@ class Layer:
     """Module of a network that directly holds parameters.
 
     `numels` are the numbers of elements of the parameters, in their order. `forward_flops` are the
-    FLOPs of one image's forward.
+    FLOPs of a forward pass of one image.
     """
 
     name: str
@@ -71,7 +71,7 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     before: dict[str, int] = {}
     owners: dict[
         int, str
-    ] = {}  # a shared parameter belongs to the first layer, where its gradient is complete
+    ] = {}  # A shared parameter belongs to the first layer, whose backward completes its gradient.
 
     def begin(name: str) -> None:
         before[name] = counter.flops
@@ -104,7 +104,7 @@ def work_of(
     update_s: float = 0.0,
     input_s: float = 0.0,
 ) -> StepWorkload:
-    """Estimate the compute times of a training step, distributed over layers in proportion to FLOPs.
+    """Estimate the compute times of a training step, divided among layers in proportion to their FLOPs.
 
     `images_per_s` is the rate of a single device, either measured or achieved FLOP/s over FLOPs per
     image. Forward is a third of the step. Backward goes from the last layer to the first, and in a
@@ -140,5 +140,5 @@ def work_of(
 
 
 def flops_per_image(layers: Sequence[Layer]) -> int:
-    """Return the FLOPs of a training step per image, which are three times those of forward."""
+    """Return the FLOPs of a training step per image, which are three times those of a forward pass."""
     return 3 * sum(layer.forward_flops for layer in layers)

@@ -1,4 +1,4 @@
-"""Memory that a rank needs for training, and settings that reduce it.
+"""Estimates of the memory that a rank needs for training, and of settings that reduce it.
 
     parameters    weights, fp32 master weights, gradients, optimizer state: bytes per parameter, by dtype alone
     activations   tensors that forward keeps for backward, with or without checkpointing: measured by the caller
@@ -33,7 +33,7 @@ HOST_LINK_BYTES_PER_S = 15.75e9
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes per parameter that a rank holds between two steps, by kind of training state.
+    """Bytes per parameter that a rank stores between steps, for each kind of training state.
 
     With Psi parameters, and the fraction of each kind that a rank holds:
 
@@ -55,7 +55,7 @@ class StateBytes:
 
     @classmethod
     def of(cls, *, precision: str, optimizer: str, copies_gradients: bool) -> StateBytes:
-        """Return the bytes per parameter that `HybridAllReduceStrategy` holds.
+        """Return the bytes per parameter that training with `HybridAllReduceStrategy` needs between steps.
 
         Args:
             precision: Precision of the trainer. With `"16-true"` and `"bf16-true"` master weights are fp32.
@@ -92,7 +92,7 @@ class StateBytes:
     def per_parameter(
         self, *, weight_share: float = 1.0, gradient_share: float = 1.0, state_share: float = 1.0
     ) -> float:
-        """Return the bytes per parameter of a rank that holds the given fractions of each kind of state."""
+        """Return the total bytes per parameter if a rank holds the given fractions of each kind of state."""
         state = self.masters + self.optimizer
         return (
             self.weights * weight_share
@@ -111,7 +111,7 @@ class StateBytes:
 
 
 def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = False) -> float:
-    """Return the fraction of master weights and optimizer state that a rank holds under a sharded update.
+    """Return the fraction of master weights and optimizer state that each rank holds if updates are sharded.
 
         sigma / k + 1 - sigma          sigma: fraction of elements in tensors of at least k shards (world: two shards)
 
@@ -128,7 +128,7 @@ def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Memory that a rank needs under given settings.
+    """Memory that a rank needs with given settings.
 
     Args:
         settings: Settings for the command line that differ from the configured ones. Empty: as configured.
@@ -162,7 +162,7 @@ class MemoryChoices:
 
         activations = constant + slope * batch         by a step of one image and one of the batch
 
-    There are about a hundred, so no solver is needed.
+    There are about a hundred combinations, so no solver is needed.
 
     Args:
         states: Bytes per parameter in each precision. The configured precision comes first.
@@ -174,7 +174,7 @@ class MemoryChoices:
         ranks_per_node: Number of ranks that may share the update inside a node.
         world_size: Number of ranks over which everything may be sharded.
         largest_block: Number of elements of the largest block of the network that `fully_shard` gathers at once.
-        forward_s: Time of a step's forward, which activation checkpointing repeats.
+        forward_s: Time of a step's forward pass, which activation checkpointing repeats.
         gather_s: Time to all-gather all weights in a node, after a sharded update.
         gather_all_s: Time to all-gather all weights over all ranks. `fully_shard` gathers twice and reduce-scatters
             once, while an all-reduce costs two of them. With an update sharded over the world, forward hides the
@@ -200,7 +200,7 @@ class MemoryChoices:
         again: bool = False,
         sharing: Literal["", "node", "world", "fsdp2", "host"] = "",
     ) -> MemoryNeed:
-        """Return the memory that a rank needs under one combination of settings.
+        """Return the memory that a rank needs with one combination of settings.
 
         `again` switches activation checkpointing on. `sharing` is where updates or parameters are
         sharded: `""` (nowhere), `"node"`, `"world"`, `"fsdp2"` or `"host"` (FSDP2 with offload).
@@ -285,7 +285,7 @@ class MemoryChoices:
         return sorted(needs, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
-        """Return the memory need after each change of a single setting, in the order in which to try them.
+        """Return the memory need for each change of a single setting, in the order in which to try them.
 
         They are sorted by additional time per byte saved. Among settings that take no additional time, the one that
         saves the most memory comes first.
@@ -305,7 +305,7 @@ class MemoryChoices:
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
-    """Return the memory need of the largest batch that fits, for each combination of other settings.
+    """Return the memory need with the largest batch that fits, for each combination of other settings.
 
     The needs of each combination must be in descending order of batch size. If none of them fits, the last one is
     returned.

@@ -1,4 +1,4 @@
-"""Simulation of pipelines inside nodes, as alternatives to data parallelism in a planned run."""
+"""Simulation of pipelines inside nodes, to compare them with data parallelism in a planned run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PipelineChoice:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Command-line overrides that select the pipeline."""
+        """Command-line overrides that configure the pipeline."""
         overrides = [
             "strategy=pipeline",
             f"strategy.num_stages={self.num_ranks}",
@@ -91,7 +91,7 @@ def pipeline_choices(
     usable_bytes: float | None,
     recomputes: bool = False,
 ) -> list[PipelineChoice]:
-    """Simulate pipelines of 2 to 8 ranks in a node, and return them sorted by step time.
+    """Simulate pipelines of 2 to 8 ranks within a node, and return them sorted by step time.
 
     A pipeline of S ranks takes the images of S data-parallel ranks. The time of a block is proportional to its FLOPs,
     however small the micro-batch is, and messages slow down no computation. Both assumptions favour pipelines.
@@ -150,7 +150,7 @@ class _Pipeline:
     num_microbatches: int
 
     def choice(self, usable_bytes: float | None) -> PipelineChoice | None:
-        """Divide the network into pipeline stages, and simulate a step.
+        """Divide the network into pipeline stages, and simulate a step of the pipeline.
 
         Returns None if the stages do not fit into memory.
         """
@@ -288,7 +288,7 @@ class _Pipeline:
 
     @property
     def group(self) -> Cluster:
-        """Cluster description of the ranks that hold the same pipeline stage.
+        """Description of the cluster as seen by the ranks that hold the same pipeline stage.
 
         All such groups of a node share its network cards.
         """

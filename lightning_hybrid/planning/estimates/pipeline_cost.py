@@ -1,4 +1,4 @@
-"""Time and memory of a pipeline's training step under each schedule.
+"""Model of the time and memory of a pipeline's training step, for each schedule.
 
     blocks -> cuts -> stages        pipeline/cuts.py
     schedule                        order of each rank's tasks: `schedule_tasks`
@@ -31,8 +31,8 @@ class StageLoad:
     """Compute, communication and memory cost of one micro-batch in a pipeline stage.
 
     Args:
-        forward_s: Time of forward in seconds.
-        backward_s: Time of backward in seconds, including recomputation with activation checkpointing.
+        forward_s: Time of the forward pass in seconds.
+        backward_s: Time of the backward pass in seconds, including recomputation with activation checkpointing.
         send_s: Time until the output has reached the next stage. Its gradient takes the same time back.
         kept_bytes: Bytes that forward keeps for backward.
         gradient_s: Time to all-reduce the stage's gradients over the ranks that hold this stage, once per step.
@@ -47,7 +47,7 @@ class StageLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTask:
-    """Forward or backward of one micro-batch in one pipeline stage.
+    """Forward or backward pass of one micro-batch through one pipeline stage.
 
     The times are 0 before the task is simulated.
     """
@@ -126,10 +126,10 @@ def _tasks_of_rank(
 def in_turns(
     forwards: list[PipelineTask], backwards: list[PipelineTask], num_ahead: int
 ) -> list[PipelineTask]:
-    """Return forwards and backwards in alternation, after `num_ahead` initial forwards.
+    """Return forward and backward tasks in alternation, after `num_ahead` initial forward tasks.
 
-    One backward and one forward alternate until no forward is left. The remaining backwards
-    follow.
+    One backward and one forward task alternate until no forward task is left. The remaining
+    backward tasks follow.
     """
     order = forwards[:num_ahead]
     for backward, forward in zip(backwards, forwards[num_ahead:], strict=False):
@@ -190,16 +190,16 @@ def _arrival_s(
 
 
 def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]) -> float:
-    """Return the time of a simulated pipeline step until the last gradient is averaged, in seconds.
+    """Return the duration of a simulated pipeline step in seconds, including the averaging of gradients.
 
-    The all-reduce of a stage's gradients starts with its last backward, and the stages of a rank
-    follow one another. The all-reduce overlaps with that backward and with the backwards of earlier stages.
+    The all-reduce of a stage's gradients starts with its last backward pass, and the stages of a rank
+    follow one another. The all-reduce overlaps with this backward pass and with those of earlier stages.
     """
     step_s = 0.0
     for of_rank in tasks:
         begins = {
             task.stage: task.begin_s for task in of_rank if not task.is_forward
-        }  # the last of each stage
+        }  # the last backward task of each stage
         done_s = max(task.end_s for task in of_rank)
         travelled_s = 0.0
         for stage, begin_s in sorted(begins.items(), key=lambda item: item[1]):
@@ -209,7 +209,7 @@ def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[Sta
 
 
 def waiting_share(tasks: Sequence[Sequence[PipelineTask]]) -> float:
-    """Return the bubble, which is the average fraction of a step in which ranks are idle.
+    """Return the pipeline bubble, which is the average fraction of a step during which ranks are idle.
 
     The step ends with the last task.
     """

@@ -10,7 +10,7 @@ from lightning_hybrid.planning.estimates.scenario import Scenario
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Length, failure rates and prices of a planned run on a named cluster.
+    """Planned run on a named cluster, with its length, failure rates and prices.
 
     Args:
         about: Description of the cluster and the network.

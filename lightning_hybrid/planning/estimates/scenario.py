@@ -1,4 +1,4 @@
-"""Training run to be planned at any number of ranks, and the search for its best plan."""
+"""Training run to be planned for any number of ranks, and the search for its best communication plan."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Scenario:
 
     @property
     def average_s(self) -> float:
-        """Time of one average of master weights and momentum over nodes, in seconds."""
+        """Time to average master weights and momentum over nodes once, in seconds."""
         return average_s(
             self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda, wire=self.wire
         )
 
     def node_bytes(self, outcome: SimulatedSteps) -> float:
-        """Return the bytes per step that are all-reduced between nodes, in their wire format."""
+        """Return the number of bytes per step that are all-reduced between nodes, in their wire format."""
         if self.is_local:
             num_bytes = self.averaged_bytes / self.sync_across_nodes_every
         else:
@@ -135,9 +135,9 @@ class Scenario:
         return fast, slow
 
     def at(self, num_ranks: int) -> Scenario:
-        """Return the scenario with another number of ranks, rounded up to whole nodes.
+        """Return a copy of the scenario with another number of ranks, rounded up to whole nodes.
 
-        If there are fewer ranks than on a node, the result has one smaller node.
+        If this number is smaller than the number of ranks per node, the result has one smaller node.
         """
         per_node = min(self.cluster.ranks_per_node, num_ranks)
         cluster = replace(
@@ -155,7 +155,7 @@ MOST_SHARE = 0.27
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Search over combinations of algorithms and bucket sizes.
+    """Search for the best combination of algorithms and bucket sizes.
 
     Args:
         algorithms: Algorithms to try. None stands for the plan's choice by bytes.

@@ -1,4 +1,4 @@
-"""Timeline of a simulated step, in the trace format of a real run."""
+"""Conversion of a simulated step to the trace format of a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cluster description that chooses communication plans, and the uncertainty of its predictions."""
+"""Cluster description that chooses communication plans, with the uncertainty of its predictions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EMULATED = ((0.85, 1.07),) * 3
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(ClusterCosts):
-    """Cluster description that the strategy accepts as a planner.
+    """Cluster description that also serves as the strategy's planner.
 
     Pass it as `comm=Comm(plan=cluster)`.
     """
@@ -91,7 +91,7 @@ class Cluster(ClusterCosts):
 
 
 def is_known(cluster: Cluster) -> bool:
-    """Return whether plans chosen by the model are known to beat the default on the cluster's links.
+    """Return whether, on the cluster's links, plans chosen by the model are known to beat the default.
 
     This is the case on one node, over Gloo, on clusters measured on `MEASURED_FROM` nodes or more, and over
     InfiniBand, RoCE and EFA according to published measurements.
@@ -103,7 +103,7 @@ def is_known(cluster: Cluster) -> bool:
 
 
 def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
-    """Return cluster descriptions for the lower and upper bound of all-reduce times, or None if unknown.
+    """Return cluster descriptions that give the lower and upper bounds of all-reduce times, or None if unknown.
 
     80 % of measured times lie between the bounds. One node has no all-reduce between nodes, so both
     bounds are the cluster itself.
@@ -120,7 +120,7 @@ def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
 
 
 def times_measured(cluster: Cluster) -> float:
-    """Return the number of nodes divided by the number of measured nodes, or 1 if none was measured."""
+    """Return the ratio of all nodes to measured nodes, or 1 if no nodes were measured."""
     return cluster.num_nodes / (cluster.measured_nodes or cluster.num_nodes)
 
 

@@ -1,8 +1,8 @@
-"""Cluster description for communication, and the cost of each all-reduce stage on it.
+"""Description of a cluster's links and transport, with the cost of each stage of an all-reduce.
 
-A stage begins with a delay, in which it uses no shared resource. Its work follows, which is the
-time in seconds that its bytes need inside a node or on its links, alone at full rate. One node
-stands for all: a node with the slowest links.
+A stage begins with a delay, during which it uses no shared resource. Its work follows, which is the
+time in seconds that its bytes need inside a node or on its links, alone at full rate. One node with
+the slowest links represents all nodes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "dou
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCosts:
-    """Cluster of nodes with equal numbers of ranks, and the cost of all-reduce stages on it.
+    """Cluster of nodes with equal numbers of ranks, which calculates the cost of all-reduce stages.
 
     Args:
         num_nodes: Number of nodes.
@@ -112,7 +112,7 @@ class ClusterCosts:
         return max([1.0, *(group.slowdown for group in self.groups if self.num_nodes > 1)])
 
     def at_slowest(self) -> Self:
-        """Return a cluster in which all nodes have the slowest links of this cluster."""
+        """Return a copy of the cluster in which all nodes have the slowest links of any node."""
         inside = self.inside
         across = self.across
         for group in self.groups if self.num_nodes > 1 else ():
@@ -138,7 +138,7 @@ class ClusterCosts:
         )
 
     def of(self, num_nodes: int) -> Self:
-        """Return the same cluster with another number of nodes."""
+        """Return a copy of the cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
     def stages(
@@ -208,7 +208,7 @@ class ClusterCosts:
         return self.transport.work_s(alone_s, of_busiest=1, of_all=num_groups * self.num_nodes)
 
     def alone_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None = None) -> float:
-        """Return the time in seconds of one all-reduce in one chunk, without other communication."""
+        """Return the time in seconds of an all-reduce in one chunk while nothing else communicates."""
         return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes, wire))
 
     def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:

@@ -36,7 +36,7 @@ Place = Literal["inside", "across"]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Connection between two ranks, with its latency and bandwidth.
+    """Link between two ranks, with its latency and bandwidth.
 
     `latency_s` is one way. `bytes_per_s` is the payload in each direction at the same time.
 
@@ -59,7 +59,7 @@ class Link:
         require_number("latency_s", self.latency_s, why)
 
     def or_slower(self, other: Link | None) -> Link:
-        """Return a link with the higher latency and the lower bandwidth of both links."""
+        """Return a link with the higher latency and the lower bandwidth of this link and another one."""
         if other is None:
             return self
         latency_s = max(self.latency_s, other.latency_s)
@@ -93,7 +93,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes that differ from the rest of a cluster, such as older ones or those with degraded links.
+    """Group of nodes that differ from the rest of a cluster, such as older nodes or nodes with degraded links.
 
     Args:
         inside: Link inside these nodes. None: as in the other nodes.
@@ -114,7 +114,7 @@ class NodeGroup:
 
 
 def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
-    """Return the value of a curve at `num_bytes`, by linear interpolation on logarithmic axes.
+    """Interpolate a curve at `num_bytes`, linearly on logarithmic axes.
 
     The curve is constant beyond its ends, and 1 if it has no points.
 

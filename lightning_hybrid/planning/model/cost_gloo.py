@@ -33,7 +33,7 @@ class Gloo:
     """Cost model of Gloo and of this library's Python threads, on hosts without accelerators.
 
     Args:
-        stage_s: Processor time of one rank for one stage of an algorithm: waking its thread, finding the tensor.
+        stage_s: Processor time of one rank for one stage of an algorithm, for example to wake its thread.
         message_s: Processor time at either end of one of our messages.
         segment_s: Processor time at either end of one segment of Gloo's ring.
         ring_share: Fraction of a link's bandwidth that one ring uses. Several simultaneous rings use all of it.
@@ -74,7 +74,7 @@ class Gloo:
             )
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
-        """Return the processor time in seconds, given the time per work item and the numbers of items.
+        """Return the processor time in seconds, given the time per item of work and the numbers of items.
 
         `of_busiest` is the number of items of the busiest rank, and `of_all` that of all ranks
         together.
@@ -92,7 +92,7 @@ class Gloo:
         return link.latency_s + min(num_bytes, self.burst_bytes) / link.bytes_per_s
 
     def wait_of_ring_s(self, num_bytes: float, num_ranks: int, link: Link) -> float:
-        """Return the time in seconds that a ring all-reduce waits for handshakes.
+        """Return the time in seconds that a ring all-reduce spends waiting for handshakes.
 
         Only waits that the transfer does not hide count.
 

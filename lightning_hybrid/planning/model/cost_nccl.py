@@ -1,4 +1,4 @@
-"""Time model of NCCL's collectives, based on the model by which NCCL chooses its algorithms.
+"""Time model of NCCL's collectives, based on the model that NCCL uses to choose its algorithms.
 
     time = launch + base latency + hops * latency per hop + bytes / bandwidth + filling
 
@@ -139,7 +139,7 @@ class Nccl:
         ]
 
     def payload_bytes_per_s(self, line_bytes_per_s: float) -> float:
-        """Return the payload bandwidth of a network card with this line rate, in bytes/s."""
+        """Return the payload bandwidth of a network card in bytes/s, given its line rate."""
         payload = self.payload_share * line_bytes_per_s
         return min(payload, TCP_BYTES_PER_S) if self.fabric == "tcp" else payload
 
@@ -190,7 +190,7 @@ class Nccl:
         return ("tree", int(job.num_bytes > ll_bytes)) if job.num_bytes <= most else None
 
     def coded_sum(self, num_bytes: float, num_nodes: int, across: Link) -> Cost:
-        """Return the communication cost of an inter-node all-reduce of encoded gradients.
+        """Return the communication cost of an all-reduce of encoded gradients between nodes.
 
         The time of the codec itself is not included.
 
@@ -212,7 +212,7 @@ class Nccl:
         return fastest if num_nodes == 2 else fastest + fastest
 
     def reduce(self, num_bytes: float, num_ranks: int, inside: Link, *, is_sharded: bool) -> Cost:
-        """Return the cost of a chunked reduce along a chain of the ranks of a node.
+        """Return the cost of a reduce in chunks along a chain of a node's ranks.
 
         The broadcast costs the same. With `is_sharded`, the result is the cost of a reduce-scatter
         or an all-gather round a ring.

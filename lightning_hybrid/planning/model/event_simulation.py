@@ -1,10 +1,10 @@
-"""Discrete-event simulation of bucket chunks that pass through the stages of an all-reduce.
+"""Discrete-event simulation of gradient chunks that pass through the stages of an all-reduce.
 
 It models the stage threads of `comm.engine`. Each stage of each column (a set of process groups)
 has a thread that processes one chunk at a time in the order of arrival. Chunks take turns over the
 columns. Stages that run at the same time share a resource (the inside of a node, or its links to
 other nodes) fairly, except that no stage uses more than it can by itself (max-min fair rates, as in
-flow-level simulators). All nodes do the same at the same time, so one node stands for all.
+flow-level simulators). All nodes do the same at the same time, so one node represents all nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(eq=False)
 class _Task:
-    """Processing of one chunk in one stage, with the remaining work.
+    """Processing of one chunk in one stage, with the work that remains.
 
     `left_s` is the remaining work in seconds at full rate.
     """

@@ -155,7 +155,7 @@ PLUGIN_TREES = {
 
 @dataclass(frozen=True)
 class NcclJob:
-    """Size, links and NCCL channels of an all-reduce.
+    """Description of an all-reduce for NCCL's tables, with its size, links and channels.
 
     `across` has the payload bandwidth of a whole node.
     """
@@ -174,7 +174,7 @@ class NcclJob:
 
     @property
     def rounds(self) -> int:
-        """Depth of a binary tree over the nodes."""
+        """Depth of a binary tree that connects the nodes."""
         return (self.num_nodes - 1).bit_length()
 
     @property

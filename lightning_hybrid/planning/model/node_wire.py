@@ -1,4 +1,4 @@
-"""Wire format of gradients between nodes, and the time that a codec takes.
+"""Data format of gradients sent between nodes, and the time that a codec takes.
 
 With A bytes in that format and N nodes, a node sends 2 (N - 1) / N A, as without a codec:
 
@@ -62,7 +62,7 @@ class NodeWire:
         return num_bytes / self.itemsize * message_bytes(BLOCK, self.bits) / BLOCK
 
     def padded(self, numel: int) -> int:
-        """Return the number of elements that a gradient has on the wire, including padding.
+        """Return the number of elements that are sent for a gradient, including padding.
 
         A codec pads the last block of the gradient.
 
@@ -79,7 +79,7 @@ def bits_of(wire: NodeWire | None) -> Literal[8, 4] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecRates:
-    """Codec throughput, in float32 bytes that a rank encodes once and decodes twice per second.
+    """Codec throughput, as the float32 bytes per second that a rank encodes once and decodes twice.
 
     The defaults hold for one core of an EPYC with AVX-512, where encoding int8 alone runs at 4.7e9 bytes/s and decoding
     two messages at 2.0e10 bytes/s. `tune` measures the rates of your ranks.
@@ -113,7 +113,7 @@ class CodecRates:
 
     @classmethod
     def of_accelerator(cls, memory_bytes_per_s: float) -> CodecRates:
-        """Return the rates that an accelerator's memory bandwidth allows for half-precision gradients.
+        """Calculate the codec rates for half-precision gradients from an accelerator's memory bandwidth.
 
             bytes of an element    (2 + 4) + (4 + b) + (2 b + 4) + (4 + 2) = 20 + 3 b        b = 258 / 256 or 130 / 256
                                    to float32, encode, decode two, back

@@ -43,7 +43,7 @@ CLEARLY_LESS_BY_HIERARCHY = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Communication plan with its simulated step time.
+    """Candidate communication plan with its simulated step time.
 
     All ranks have mean speed in the simulation.
     """
@@ -76,7 +76,7 @@ def rank_plans(
     on_cuda: bool,
     wire: NodeWire | None = None,
 ) -> list[Candidate]:
-    """Simulate a step under each plan, and return the candidates sorted by step time.
+    """Simulate a step with each plan, and return the candidates sorted by step time.
 
     Among times that are equal to three digits, fewer buckets come first. If several plans do the
     same with these gradients on this cluster, only the first is in the result. With a codec as
@@ -111,7 +111,7 @@ def candidates(
     base: CommPlan | None = None,
     wire: NodeWire | None = None,
 ) -> tuple[Candidate, ...]:
-    """Simulate steps under many plans, and return the candidates with the recommended one first.
+    """Simulate steps with many plans, and return all candidates, the recommended one first.
 
     Algorithms are combined with bucket sizes. Without CUDA, chunk sizes and numbers of groups are
     then tried for the best of these. `base` (default: the library's plan) comes first unless
@@ -143,7 +143,7 @@ def candidates(
 
 
 def chosen(candidates: Sequence[Candidate], *, on_cuda: bool) -> Candidate:
-    """Return the fastest candidate, but on CUDA prefer a flat plan unless another saves at least 5 %."""
+    """Return the fastest candidate. On CUDA, prefer a flat plan unless another plan saves at least 5 %."""
     flat = next(
         (candidate for candidate in candidates if candidate.plan.algorithm in FLAT_ON_CUDA), None
     )
@@ -171,10 +171,10 @@ def choose_plan(
     The choice is deterministic, so ranks with the same cluster description choose the same plan.
 
     Args:
-        numels: Numbers of elements of the gradients in the order in which they get ready, the last layer first.
+        numels: Numbers of elements of the gradients in the order in which they become ready, the last layer first.
         cluster: Nodes of the job. `cluster.of(num_nodes)` is the same cluster with another number of nodes.
-        backward_s: Time of a rank's backward in seconds, spread over the gradients by their elements. 0: no
-            communication is hidden.
+        backward_s: Time of a rank's backward pass in seconds, spread over the gradients by their elements. If it is
+            0, no communication is hidden.
         itemsize: Bytes of an element on the wire.
         on_cuda: As in `simulate`.
         base: Plan to start from, which is preferred if the model sees a difference of less than 1 %.

@@ -1,4 +1,4 @@
-"""Simulation of training steps on a described cluster, with their exposed communication.
+"""Simulation of training steps on a described cluster, including communication that is not hidden.
 
     forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
@@ -31,7 +31,7 @@ from lightning_hybrid.planning.model.workload import (
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """Variation of compute time over ranks and steps.
+    """Random variation of compute times between ranks and steps.
 
     Args:
         relative_std: Standard deviation of a rank's compute time relative to the mean (normal distribution, never below
@@ -61,7 +61,7 @@ class Jitter:
         require_whole("seed", self.seed, "NumPy's generators need it. Set seed=0", least=0)
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
-        """Sample the compute time of the slowest rank in each step, relative to the mean.
+        """Draw the compute time of the slowest rank in each step, relative to the mean.
 
         >>> Jitter().slowest(4, 3).tolist()
         [1.0, 1.0, 1.0]
@@ -117,7 +117,7 @@ class SimulatedSteps:
 
     @property
     def efficiency(self) -> float:
-        """Step time of a single rank divided by the mean step time of all ranks.
+        """Parallel efficiency: step time of a single rank divided by the mean step time of all ranks.
 
         1 means that communication and waiting for other ranks cost nothing.
         """
@@ -174,7 +174,7 @@ def simulate(
         algorithm: One of `PEERS` or `OURS` of `cluster_costs`, used for every bucket in one chunk. None: the plan's.
         cuts: See `buckets_of`.
         num_columns: Number of collectives that run at the same time. None: as the plan says, and one on CUDA.
-        jitter: Variation of compute time over ranks and steps.
+        jitter: Random variation of compute times between ranks and steps.
         num_steps: Number of steps to sample.
         wire: Data type or codec between nodes. None: that of the buckets. A codec changes the plan by
             `plan_for_codec`, as in a run.

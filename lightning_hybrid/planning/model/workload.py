@@ -18,7 +18,7 @@ class StepWorkload:
     """Compute times of one rank in a training step, in seconds.
 
     Args:
-        forward_s: Time before backward.
+        forward_s: Time before the backward pass.
         gradients: For each gradient in the order in which they become ready, its number of elements and the time of
             backward since the gradient before.
         update_s: Time after the last bucket is averaged.
@@ -46,12 +46,12 @@ class StepWorkload:
 
     @property
     def backward_s(self) -> float:
-        """Time from the loss to the last gradient, in seconds."""
+        """Time of the backward pass in seconds, until the last gradient is ready."""
         return sum(time_s for _, time_s in self.gradients)
 
     @property
     def alone_s(self) -> float:
-        """Time of a step of one rank without communication, in seconds."""
+        """Step time of a single rank without communication, in seconds."""
         return max(self.forward_s + self.backward_s + self.update_s, self.input_s)
 
     def scaled(self, factor: float) -> StepWorkload:
@@ -65,14 +65,14 @@ class StepWorkload:
         )
 
     def slowed(self, more_s: float) -> StepWorkload:
-        """Return the workload with a backward that takes `more_s` seconds longer, spread evenly."""
+        """Return the workload with a backward pass that takes `more_s` seconds longer, spread evenly."""
         factor = 1 + more_s / self.backward_s if self.backward_s else 1.0
         return replace(
             self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients)
         )
 
     def on_wire(self, wire: NodeWire) -> StepWorkload:
-        """Return the workload with gradients padded to their size on the wire between nodes."""
+        """Return the workload with each gradient padded to the size in which it is sent between nodes."""
         return replace(
             self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients)
         )

@@ -20,7 +20,7 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionReport:
-    """Comparison of simulated steps with and without compressed gradients between nodes.
+    """Comparison of simulated steps with and without gradient compression between nodes.
 
     Args:
         plain: Best step without compression.
@@ -43,7 +43,7 @@ class CompressionReport:
         itemsize: int,
         on_cuda: bool,
     ) -> CompressionReport | None:
-        """Simulate a step with each compressed format, under the best plan for each.
+        """Simulate a step for each compressed format, each with its best plan.
 
         Returns None for a single node.
         """
@@ -64,7 +64,7 @@ class CompressionReport:
     def sentence(self) -> str:
         """Return a sentence that says whether compression shortens a step.
 
-        It compares the exposed communication with the time of rounding.
+        The sentence compares the exposed communication with the time that the codec takes.
         """
         plain = self.plain
         proposal = self.proposal
@@ -95,6 +95,6 @@ class CompressionReport:
         return "\n".join(lines)
 
     def numbers(self) -> dict[str, object]:
-        """Return the comparison as a dictionary for JSON."""
+        """Return the comparison as a dictionary that can be written as JSON."""
         steps = [asdict(step) for step in (self.plain, *self.steps)]
         return {"steps": steps, "proposal": self.proposal, "codec_is_measured": self.is_measured}

@@ -32,7 +32,7 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """Settings of a run that determine the memory of a rank.
+    """Settings of a run that determine how much memory a rank needs.
 
     Args:
         precision: Lightning's name of the precision.
@@ -197,7 +197,7 @@ class MemoryReport:
         return sum(sum(block.numels) for block in self.blocks)
 
     def table(self) -> str:
-        """Return a Markdown table of memory needs under the configured settings and alternatives."""
+        """Return a Markdown table of memory needs with the configured settings and with alternatives."""
         lists = [need for need in self.fitting if need != self.asked and need not in self.alone]
         header = ["memory of a rank", "state GB", "activations GB", "GB"]
         if self.tracked:

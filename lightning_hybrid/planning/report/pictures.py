@@ -1,6 +1,6 @@
 """Charts of a simulated run and of measured links.
 
-No other module of the planner imports matplotlib.
+This is the only module of the planner that imports matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_hybrid.planning.report.tune_report import LEVELS, TuneReport
 
 
 def draw_simulation(report: SimulationReport, folder: Path) -> None:
-    """Write `simulate.svg`, and also `pipeline.svg` if the report contains a pipeline."""
+    """Draw a simulated run as `simulate.svg`, and its pipeline, if any, as `pipeline.svg`."""
     curve: list[Panel] = [(partial(_draw_scaling, report), 220)] if report.curve else []
     write_svg(folder / "simulate.svg", [(partial(_draw_step, report), 260), *curve])
     if report.pipelines:
@@ -108,7 +108,7 @@ def _draw_scaling(report: SimulationReport, axes: Axes) -> None:
 
 
 def draw_links(report: TuneReport, folder: Path) -> None:
-    """Write `tune.svg` with measured messages and all-reduces, their fits and their predictions."""
+    """Draw measured messages and all-reduces with their fits and predictions, as `tune.svg`."""
     panels: list[Panel] = [
         (partial(_draw_messages, report), 280),
         (partial(_draw_sums, report), 280),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_hybrid.formatting import markdown_table
 from lightning_hybrid.planning.estimates.parallelism import PipelineChoice
 
-SHOWN_CUTS = 3  # maximum in the sentence, table.md lists all
+SHOWN_CUTS = 3  # maximum in the sentence, while table.md lists all
 CLEARLY_FASTER = 0.01  # fraction of a step that a pipeline must save to be recommended
 
 

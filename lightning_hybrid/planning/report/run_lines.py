@@ -1,4 +1,4 @@
-"""Sentences about the duration, price and confidence of a planned run, and a table of clusters."""
+"""Sentences on the duration, price and reliability of a predicted run, and a table of clusters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_MATTER = 0.005  # fraction of the time below which failures are negligible
 
 
 def days(seconds: float) -> str:
-    """Format a duration as days, or in smaller units if it is short.
+    """Format a duration in days, or in smaller units if it is short.
 
     An infinite duration is formatted as 'no end'.
 
@@ -34,7 +34,7 @@ def days(seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """Planned run on one of several clusters that are compared.
+    """Predicted run on one of several clusters, for a comparison.
 
     Args:
         cluster: Name of the cluster.
@@ -50,7 +50,7 @@ class ComparedRun:
     price_per_node_hour: float | None
 
     def costs(self) -> tuple[float, float, float] | None:
-        """Return the price of the run with the bounds of its interval, or None if unknown."""
+        """Return the price of the run with its lower and upper bounds, or None if it is unknown."""
         if self.price_per_node_hour is None:
             return None
         return self.run.costs(self.scenario.cluster.num_nodes * self.price_per_node_hour / 3600)

@@ -1,4 +1,4 @@
-"""Report of the simulator, with an answer in sentences, tables, JSON and a timeline."""
+"""Report of the simulator, with a summary in sentences, tables, JSON and a timeline."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SimulationReport:
         scaling_ranks: Sequence[int] | None = None,
         preset: Mapping[str, str],
     ) -> SimulationReport:
-        """Simulate the run at several numbers of ranks, and with other communication plans.
+        """Simulate the run with several numbers of ranks and with other communication plans.
 
         Args:
             scenario: Training run for which a step is simulated.
@@ -193,12 +193,12 @@ class SimulationReport:
 
     @cached_property
     def run(self) -> RunTime:
-        """Expected duration of the run with its start, checkpoints and failures."""
+        """Expected duration of the run, including start-up, checkpoints and failures."""
         num_steps = self.planned.num_steps(self.scenario.global_batch_size)
         return RunTime.of(self.scenario, self.outcome.step_s, num_steps, self.planned.failures)
 
     def _limit(self, numbers: Mapping[str, float]) -> str:
-        """Return a sentence on the bottleneck of a step, its duration and the training throughput."""
+        """Return a sentence on the step time, its bottleneck and the training throughput."""
         scenario = self.scenario
         outcome = self.outcome
         if scenario.work().input_s >= outcome.step_s:
@@ -255,7 +255,7 @@ class SimulationReport:
         )
 
     def _best_and_flat(self, own_s: float) -> tuple[Candidate, str]:
-        """Return the plan to compare with the configured one, and a sentence on flat all-reduces.
+        """Return the plan to recommend instead of the configured one, and a sentence on flat all-reduces.
 
         The plan is chosen as in `plan_search`.
 
@@ -265,7 +265,7 @@ class SimulationReport:
         best = self.candidates[0]
         if (
             own_s <= best.step_s
-        ):  # no other plan saves time, so that nothing has to be weighed against flat
+        ):  # No other plan saves time, so there is nothing to compare with flat all-reduces.
             return best, ""
         scenario = self.scenario
         names: tuple[str, ...] = ("flat",)
@@ -285,7 +285,7 @@ class SimulationReport:
         return best, f" The best flat plan takes {_longer(flat_s, best.step_s)}."
 
     def printed(self) -> str:
-        """Return the answer and the scaling curve near the requested ranks as text."""
+        """Return the summary, and the part of the scaling curve near the requested ranks, as text."""
         asked = self.scenario.cluster.world_size
         near = [
             point
@@ -300,7 +300,7 @@ class SimulationReport:
         numbers = self.numbers()
         if (
             numbers["step_s_quantile_0.5"] == numbers["step_s_quantile_0.99"]
-        ):  # without jitter all quantiles are equal
+        ):  # because all quantiles are equal without jitter
             numbers = {name: value for name, value in numbers.items() if "quantile" not in name}
         notes = {
             "run_hours": f"run_hours, {self.planned.epochs:g} epochs",
@@ -389,7 +389,7 @@ def _compression(
 def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
     """Return a Markdown table of the best plans and the slowest one.
 
-    The column "more" says how much longer a step takes under each plan than under the best one.
+    The column "more" says how much longer a step takes with each plan than with the best one.
     """
     best = candidates[0]
     lines = ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]

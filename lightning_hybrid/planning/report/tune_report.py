@@ -30,7 +30,7 @@ LEVELS = {"inside": "inside a node", "across": "between nodes"}
 
 @dataclass(frozen=True, kw_only=True)
 class TuneWords:
-    """Names and texts for a report on measured links.
+    """Names and descriptions that appear in a report on measured links.
 
     Args:
         name: Name of the cluster's description.
@@ -47,7 +47,7 @@ class TuneWords:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
-    """Calibrated cluster description, with the communication plans simulated on it."""
+    """Report with a calibrated cluster description and the communication plans simulated on it."""
 
     samples: Measurements
     world: MeasuredSetup
@@ -70,7 +70,7 @@ class TuneReport:
         base: CommPlan,
         words: TuneWords,
     ) -> TuneReport:
-        """Fit a cluster description to measurements, and choose a communication plan for a step on it.
+        """Fit a cluster description to measurements, and choose a communication plan for a training step.
 
         Args:
             samples: Measured times.

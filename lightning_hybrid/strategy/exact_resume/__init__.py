@@ -1,4 +1,4 @@
 """Exact resume of a user's data loaders (`exact_resume=True`).
 
-The modules determine the batch at which each loader continues. `data/exact_loader.py` moves the loaders to it.
+These modules determine the batch at which each loader continues. `data/exact_loader.py` moves the loaders there.
 """

@@ -1,4 +1,4 @@
-"""Warning about `on_train_epoch_start` hooks that do not run when training resumes within an epoch."""
+"""Warning about `on_train_epoch_start` hooks, which do not run when training resumes within an epoch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def warn_of_skipped_epoch_start(trainer: Any) -> None:
 
 
 def _is_users(callback: Any) -> bool:
-    """Return whether a callback belongs to user code and defines `on_train_epoch_start`."""
+    """Return whether a callback is user code and defines `on_train_epoch_start`."""
     is_lambda = isinstance(callback, lightning_types("pytorch.callbacks.LambdaCallback"))
     if is_lambda:
         return _HOOK in vars(callback)

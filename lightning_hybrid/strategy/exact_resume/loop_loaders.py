@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopReader:
-    """Reader interface for a data loader in a user's own training loop, where each pass is one epoch.
+    """Position of a data loader in a user's own training loop, where each pass over it is one epoch.
 
     The first pass continues from the loaded state.
 
     Attributes:
         stays_in_epoch: Whether the next pass belongs to the epoch of the loaded state even if that epoch had no more
-            batches on this rank. Other ranks then train on the rest of theirs.
+            batches on this rank. Other ranks then train on their remaining batches.
     """
 
     rank: int
     world_size: int
     seed: int
     accumulate_grad_batches: int = 1
-    sets_epochs: bool = True  # Fabric counts iterations from 0 after a resume
-    reads_to_end: bool = True  # a `for` loop asks for a batch after the last one
+    sets_epochs: bool = True  # because Fabric counts iterations from 0 after a resume
+    reads_to_end: bool = True  # because a `for` loop asks for a batch after the last one
     stays_in_epoch: bool = False
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return True, because every iterator belongs to the user's training loop."""
+        """Return True, because in a user's own loop every iterator counts as the training loop's."""
         return True
 
     def is_within_training(self) -> bool:
@@ -44,7 +44,7 @@ class LoopReader:
         return True
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the epoch and batch at which the next pass over a loader starts."""
+        """Return the epoch and batch at which the next pass over the loader starts."""
         from lightning_hybrid.data.place import Place
 
         state = resume.loaded
@@ -74,7 +74,7 @@ class LoopLoaders:
         self._num_loaders = 0
 
     def process(self, loader: Any, rank: int, world_size: int) -> Any:
-        """Return a loader that can resume within an epoch, or the given loader if this is off or unsupported."""
+        """Wrap a loader so that it can resume within an epoch, if this is enabled and supported."""
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
 
         if not self._is_on or not can_be_exact(loader):
@@ -85,7 +85,7 @@ class LoopLoaders:
         return exact_loader
 
     def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return the checkpoint state with each data loader replaced by its state dicts from all ranks.
+        """Return a checkpoint state in which each data loader is replaced by its state dicts on all ranks.
 
         Collective if there is a loader: every rank must call it.
         """

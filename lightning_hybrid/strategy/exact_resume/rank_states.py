@@ -1,4 +1,4 @@
-"""Function that gathers the state dicts of data loaders from all ranks for a checkpoint."""
+"""Gathering of data-loader states from all ranks for a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Failure reports that name the failed rank and the cause, on every rank and in torchrun's error file."""
+"""Failure reports that name the failed rank and the cause, for every rank and for torchrun."""

@@ -20,7 +20,7 @@ _SHARED_MEMORY_IS_FULL = re.compile(
 
 
 def summary_of(error: BaseException) -> str:
-    """Return an error's type, its first line and the last line of user code in its traceback.
+    """Summarise an error by its type, its first line and the last line of user code in its traceback.
 
     If the error was raised in a worker of a DataLoader, or in a rank that Lightning started by spawn or fork, the
     summary describes the original error.
@@ -47,7 +47,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def shared_memory_cure(error: BaseException) -> str:
-    """Return advice if an error reports full shared memory, or an empty string otherwise."""
+    """Return advice if an error is caused by full shared memory, otherwise an empty string."""
     if not _SHARED_MEMORY_IS_FULL.search(str(error)):
         return ""
     size = ""

@@ -1,4 +1,4 @@
-"""Reports that inform all ranks about errors and signals on one rank.
+"""Reports that inform all ranks about an error or a signal on one rank.
 
     before the engine exists      `SetupWatchdog` names dead, stopped, hanging and failed ranks
     from then on                  the engine's watchdog names them (`comm/health/watchdog.py`)
@@ -32,7 +32,8 @@ from lightning_hybrid.strategy.user_code_checks import with_own_names
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# Environment variable: the reaction of torch's watchdog to an error of NCCL. torch reads it for each process group.
+# Environment variable that sets the reaction of torch's watchdog to an NCCL error. torch reads it for each process
+# group.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 # By default torch's watchdog ends a process without a message as soon as NCCL reports a lost peer, or after the time
@@ -56,7 +57,7 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 
 
 class SigtermOnAnyRank:
-    """SIGTERM handling for one training run, in which a signal to any rank stops all ranks.
+    """SIGTERM handler for one training run, which stops all ranks if any rank receives the signal.
 
     It replaces Lightning's handler. The new handler records the signal, and a later `before_batch` raises the error.
     """
@@ -91,7 +92,7 @@ class SigtermOnAnyRank:
         connector.received_sigterm = True
 
     def before_batch(self) -> None:
-        """Raise if this rank received SIGTERM before the previous batch but rank zero has not received it.
+        """Raise if this rank received SIGTERM before the previous batch, and rank zero has not received it.
 
         Raises:
             SIGTERMException: The signal arrived before the last batch, and rank zero has not received one since.
@@ -104,7 +105,7 @@ class SigtermOnAnyRank:
 
 
 class FailureReports:
-    """Failure reports of a strategy, which announce this rank's errors and explain errors of other ranks.
+    """Reporter that announces this rank's errors to other ranks, and explains errors that others caused.
 
     Attributes:
         engine: The communication engine, which watches the ranks from its creation until it is closed.
@@ -126,7 +127,7 @@ class FailureReports:
 
     @property
     def watchdog(self) -> CommEngine | SetupWatchdog | None:
-        """Current watchdog, which is the engine or the setup watchdog, or None if there is neither."""
+        """Current watchdog: the engine, the setup watchdog, or None if there is neither."""
         return self.engine or self.setup_watchdog
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class FailureReports:
     def begin(
         self, devices: Iterable[torch.device], *, has_several_communicators: bool = False
     ) -> None:
-        """Set environment variables of torch and NCCL, and record an exception that is already being handled.
+        """Set environment variables of torch and NCCL, and record the exception that is currently handled.
 
         torch and NCCL read the variables when the group is created. Values that the user has set are kept.
 
@@ -158,7 +159,7 @@ class FailureReports:
         device: torch.device,
         timeout: timedelta | None,
     ) -> None:
-        """Start the setup watchdog, which names missing ranks in errors, if there are several ranks.
+        """Start the setup watchdog if there are several ranks, so that errors name missing ranks.
 
         Collective: every rank must call it, in the same order.
         """
@@ -175,7 +176,7 @@ class FailureReports:
     # ---- a signal ----------------------------------------------------------------------------
 
     def watch_sigterm(self, trainer: pl.Trainer) -> None:
-        """Install a SIGTERM handler, so that a signal to any rank stops all ranks."""
+        """Install a SIGTERM handler that stops all ranks if any rank receives the signal."""
         self._sigterm = SigtermOnAnyRank(trainer)
 
     def before_batch(self) -> None:
@@ -191,7 +192,7 @@ class FailureReports:
 
     @property
     def ending_error(self) -> BaseException | None:
-        """Error that is ending the run on this rank only, or None.
+        """Error that is ending the run on this rank alone, or None.
 
         A SIGTERM does not count, because all ranks handle it together and may save a checkpoint.
         """
@@ -201,7 +202,7 @@ class FailureReports:
         return error
 
     def is_failing(self) -> bool:
-        """Return whether an error is ending this rank, so that other ranks join no more collectives."""
+        """Return whether an error is ending this rank, after which other ranks no longer join collectives."""
         return self.ending_error is not None
 
     def refuse_to_save_alone(self, option: str, where: str) -> None:
@@ -225,7 +226,7 @@ class FailureReports:
         )
 
     def is_alone(self) -> bool:
-        """Return whether an error has ended the run on this rank, and report the error to the other ranks."""
+        """Return whether an error has ended this rank's run, and if so, report it to the other ranks."""
         # Callbacks receive an error before the strategy does, and may save a checkpoint (`save_on_exception`).
         trainer = getattr(self.module, "_trainer", None)
         error = self.ending_error
@@ -260,7 +261,7 @@ class FailureReports:
     def _explain_or_abort(
         self, watchdog: CommEngine | SetupWatchdog, exception: BaseException, rank: int
     ) -> None:
-        """Add the diagnosis to an error that another rank caused, or report this rank's error to all ranks."""
+        """Add a diagnosis to an error that another rank caused, or report this rank's error to all ranks."""
         wait = failed_wait(exception)
         if is_of_a_collective(exception):
             # A collective of DDP or Lightning failed, such as the broadcast of buffers. The error keeps its type.
@@ -289,7 +290,7 @@ class FailureReports:
     # ---- end ---------------------------------------------------------------------------------
 
     def end(self, module: pl.LightningModule | None) -> None:
-        """Log the step at which the run stopped, and unset the environment variables set by `begin`."""
+        """Log where the run stopped, and unset the environment variables that `begin` set."""
         self.end_setup()
         ended_by = self.ended_by
         self.ended_by = None
@@ -304,7 +305,7 @@ class FailureReports:
 
 
 def _note_started_rank(exception: BaseException, first_rank: int) -> None:
-    """Name the failed rank in a note on an error that Lightning's launcher raised for a child process."""
+    """Add a note with the failed rank to an error that Lightning's launcher raised for a child process."""
     index = getattr(exception, "error_index", None)
     if index is not None:
         location = f"On rank {first_rank + index} (host {host_identity()[0]})"
@@ -312,7 +313,7 @@ def _note_started_rank(exception: BaseException, first_rank: int) -> None:
 
 
 def use_own_names(exception: BaseException, *, strategy: str) -> None:
-    """Replace the names of DDP's strategies in an error message by the name of the given strategy."""
+    """Replace the names of DDP strategies in an error message by the name of the given strategy."""
     if exception.args and isinstance(exception.args[0], str):
         exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
 
@@ -349,7 +350,7 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
         rank_zero_info(message)
     elif not is_sigterm:
         exception.add_note(message)
-    elif getattr(exception, "code", None) is None:  # otherwise `StopOnSignal` has logged it
+    elif getattr(exception, "code", None) is None:  # because otherwise `StopOnSignal` has logged it
         rank_zero_info(message)
 
 
@@ -369,7 +370,7 @@ def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return a one-line reason why this rank ends, for the error messages of the other ranks."""
+    """Return a one-line reason why this rank is ending, for error messages on other ranks."""
     if isinstance(exception, lightning_types(_SIGTERM)):
         return "it received SIGTERM"
     if isinstance(exception, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Per-rank error file from which torchrun's final report reads the failed rank and the cause."""
+"""Per-rank error files, from which torchrun's final report takes the failed rank and the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _written: set[str] = set()
 
 
 def write_error_file(exception: BaseException) -> None:
-    """Write an error to torchrun's error file, if torchrun set its path and the file does not exist."""
+    """Write an error to torchrun's error file, unless there is already one or torchrun is not in use."""
     path = os.environ.get(ERROR_FILE)
     # An exit or an interruption is not a failure that the user has to investigate.
     if not path or os.path.exists(path) or not isinstance(exception, Exception):
@@ -38,7 +38,7 @@ def write_error_file(exception: BaseException) -> None:
 
 
 def remove_error_file() -> None:
-    """Remove the error files that this process wrote for errors that user code later caught."""
+    """Remove error files that this process wrote for errors which user code then caught."""
     for path in _written:
         with suppress(OSError):
             os.unlink(path)

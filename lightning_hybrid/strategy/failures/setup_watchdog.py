@@ -73,7 +73,7 @@ class SetupWatchdog:
         return self
 
     def status(self) -> RankStatus:
-        """Return the status of this rank for the diagnosis of a failure, such as its code location."""
+        """Return what this rank is doing, such as its location in the code, for failure diagnoses."""
         location, is_inside = place_of(self._caller)
         is_inside = is_inside or self._num_inside > 0 or bool(self._failed_location)
         collective = OUTSIDE
@@ -93,7 +93,7 @@ class SetupWatchdog:
         return self._device_waits.stalled_s()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Abort the communicators of a GPU, so that pending collectives end.
+        """Abort the communicators on a GPU, to end pending collectives.
 
         Waits of Gloo cannot be cancelled.
         """
@@ -102,16 +102,16 @@ class SetupWatchdog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context in which failure diagnoses count this rank as waiting for other ranks.
+        """Return a context for code that waits for other ranks, so that diagnoses do not blame this rank.
 
         A rank that fails inside the section counts as one that waited for other ranks.
         """
         self._num_inside += 1
-        yield  # no `finally`: after an error inside, the rank still counts as one that waited
+        yield  # There is no `finally`, because after an error in the context the rank still counts as one that waited.
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Return a message with the cause of a failed collective and with this rank's own error.
+        """Explain a failed collective in a message with the cause and this rank's own error.
 
         The diagnosis is the same on every rank.
         """
@@ -124,7 +124,7 @@ class SetupWatchdog:
         return "in a collective that averages no gradients"
 
     def abort(self, reason: str) -> None:
-        """Report to the other ranks the reason why this rank is ending."""
+        """Tell the other ranks why this rank is ending."""
         self._watchdog.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:

@@ -86,7 +86,7 @@ class LocalStepsExtension(FitExtension):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return the option `between_nodes` for the engine to compare between ranks."""
+        """Return the value of `between_nodes`, which the engine compares between ranks."""
         return {"compared": {"between_nodes": self.steps}}
 
     def after_setup(self, fit: RunningFit) -> None:
@@ -115,14 +115,14 @@ class LocalStepsExtension(FitExtension):
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Switch to independent training of the nodes once step `from_step` is reached.
+        """Start independent training of the nodes once step `from_step` is reached.
 
         If periods cannot end within a step, this averages at the end of a period and then is collective.
         """
         nodes = self._nodes
         if nodes is None:
             return
-        fit.engine.raise_if_failed()  # no local step would notice the failure of another node
+        fit.engine.raise_if_failed()  # because no local step would notice the failure of another node
         num_steps = fit.trainer.global_step
         if not nodes.is_independent and num_steps >= self.steps.from_step:
             self._separate_nodes(fit, nodes)
@@ -197,7 +197,7 @@ class LocalStepsExtension(FitExtension):
         nodes.has_own_weights = False
 
     def _average_all(self, fit: RunningFit) -> None:
-        """Make the training state equal on all ranks, so that one checkpoint file can hold it.
+        """Make the training state equal on all ranks, so that a single checkpoint can hold it.
 
         Collective: every rank must call it, in the same order.
         """
@@ -254,7 +254,7 @@ class LocalStepsExtension(FitExtension):
             checkpoint[OUTER_MOMENTUM] = self._loaded_momentum
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Load the outer momentum of a checkpoint, and average gradients over all ranks until the next batch.
+        """Load the outer momentum from a checkpoint, and let all ranks train together until the next batch.
 
         All nodes load the same state, so they train together until the next batch.
         """
@@ -265,7 +265,7 @@ class LocalStepsExtension(FitExtension):
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Return a context in which the module holds state that is averaged over nodes.
+        """Return a context that first averages the module's state over nodes.
 
         Collective while nodes train independently, unless the run is failing.
         """
@@ -285,14 +285,14 @@ class LocalStepsExtension(FitExtension):
         self._average_moving_averages(fit)
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Average all training state over nodes before the end-of-training hooks of callbacks are called.
+        """Average all training state over nodes, before callbacks run their end-of-training hooks.
 
         Collective: every rank must call it, in the same order.
         """
         self._average_all(fit)
 
     def status(self) -> dict[str, Any]:
-        """Return `RunStatus` fields with the ranks that skip the same steps and share the same state.
+        """Return the `RunStatus` fields that list ranks with the same skipped steps and with the same state.
 
         `verdict_group` holds the ranks that skip the same steps. `node_group` holds the ranks whose state is currently
         equal, or is None if all ranks hold the same state.
@@ -308,7 +308,7 @@ class LocalStepsExtension(FitExtension):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Report a failure of this rank to the other ranks of its node."""
+        """Report an error on this rank to the other ranks of its node."""
         if self._nodes is None or not self._nodes.is_independent:
             return
         engine = self._nodes.node_engine
@@ -364,7 +364,7 @@ def _trained_parameters(fit: FitContext) -> dict[str, Tensor]:
 
 
 def _frozen(fit: RunningFit) -> list[Tensor]:
-    """Return the frozen floating-point parameters that DDP does not ignore."""
+    """Return frozen floating-point parameters, except those that DDP ignores."""
     frozen = []
     for _, parameter in _parameters_in_ddp(fit):
         if not parameter.requires_grad and parameter.is_floating_point():
@@ -423,7 +423,7 @@ def _buffers_without_statistics(fit: RunningFit) -> list[Tensor]:
 
 
 def _moving_averages(fit: RunningFit) -> list[Tensor]:
-    """Return the floating-point parameters and BatchNorm statistics of the callbacks' averaged models."""
+    """Return the floating-point parameters and BatchNorm statistics of the averaged models in callbacks."""
     moving_averages = []
     for model in averages_of(fit.trainer.callbacks):
         for tensor in (*model.parameters(), *_statistics_of(model)):

@@ -1,4 +1,4 @@
-"""Averaging over nodes that train independently, and the outer optimizer step of DiLoCo.
+"""Averaging between nodes that train independently, and the outer optimizer step of DiLoCo.
 
     flat      | tensor 0 | tensor 1 | ...     in fp32, from the leader of each node; zeros from its other ranks
     average   sum over all ranks of flat / number of nodes
@@ -34,7 +34,7 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 class NodeAverage:
-    """Averaging of tensors over nodes by all-reduces of a communication engine.
+    """Averager of tensors over nodes, which all-reduces them with a communication engine.
 
     Attributes:
         device: Device on which the engine adds tensors.
@@ -49,7 +49,7 @@ class NodeAverage:
 
     @property
     def is_narrow(self) -> bool:
-        """True if tensors can be sent between nodes in a narrower data type than fp32."""
+        """True if tensors may be sent between nodes in a narrower data type than fp32."""
         return self._engine.dtype_across_nodes is not None
 
     def begin_step(self, num_steps: int) -> None:
@@ -167,7 +167,7 @@ class OuterStep:
 
     @torch.no_grad()
     def differences(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the difference w - w_n between the last common weights and this node's weights."""
+        """Return the differences w - w_n between the last common weights and this node's weights."""
         return list(torch._foreach_sub(self._common, list(weights)))
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class OuterStep:
 
 
 class IndependentNodes:
-    """State of nodes that train independently between averages, during one training run.
+    """State of one training run in which nodes train independently between averages.
 
     Args:
         engine: Engine that all-reduces over all ranks.
@@ -291,7 +291,7 @@ def row_chunks(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as a 1-D tensor of real numbers, in memory order."""
+    """Flatten a tensor to a 1-D tensor of real numbers, in memory order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return flattened(tensor, tensor)

@@ -1,4 +1,4 @@
-"""Averaging of optimizer state, and agreement on loss scale and skipped steps, after local steps.
+"""Synchronisation of optimizer state, loss scales and skipped-step counts after local steps.
 
 momentum                averaged over nodes at the end of each period, in the dtype in which weights are sent between
                         nodes. Adam's first moment is left out, because a node divides it by its own second moment. If
@@ -27,7 +27,7 @@ from lightning_hybrid.strategy.local_steps.independent_nodes import NodeAverage
 
 
 class _Entry(NamedTuple):
-    """Description of one optimizer-state tensor, by which ranks compare and match their tensors.
+    """Description of an optimizer-state tensor, with which ranks match each other's tensors.
 
     Attributes:
         optimizer: Index of the optimizer.
@@ -84,7 +84,7 @@ def agree_on_state_(
 
 
 class _OptimizerTensors:
-    """Tensors of optimizer state, in the same order on all ranks."""
+    """Collection of optimizer-state tensors, in the same order on all ranks."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._parameters: list[list[Tensor]] = []
@@ -96,7 +96,7 @@ class _OptimizerTensors:
         self._entries = sorted(self._entries_here(), key=_sort_key)
 
     def _entries_here(self) -> Iterator[_Entry]:
-        """Yield a description of each optimizer-state tensor on this rank."""
+        """Yield a description of each optimizer-state tensor of this rank."""
         for optimizer_index, parameters in enumerate(self._parameters):
             state = self._states[optimizer_index]
             for parameter_index, parameter in enumerate(parameters):
@@ -115,7 +115,7 @@ class _OptimizerTensors:
         return self._parameters[entry.optimizer][entry.parameter]
 
     def compare(self, value: Any) -> tuple[bool, list[Any]]:
-        """Return whether all ranks have the same state tensors, together with `value` gathered from each rank.
+        """Return whether all ranks have the same state tensors, and the `value` of each rank.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
@@ -126,7 +126,7 @@ class _OptimizerTensors:
         return has_same_entries, [value_of_rank for _, value_of_rank in gathered]
 
     def add_missing_tensors(self) -> None:
-        """Add zeros for state tensors that exist only on other ranks.
+        """Create tensors of zeros for state that exists only on other ranks.
 
         A node whose steps were all skipped has no state yet.
 
@@ -184,7 +184,7 @@ class _OptimizerTensors:
 
 
 def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the common loss scale and number of skipped steps, given the states of all ranks.
+    """Return the loss scale and number of skipped steps on which all ranks agree, given their states.
 
     >>> states = [{"loss_scale": {"scale": scale}, "num_skipped_steps": skipped} for scale, skipped in ((8, 0), (4, 1))]
     >>> agreed(states)

@@ -1,1 +1,1 @@
-"""Tensor parallelism within a node for the layers that a network lists in `node_slices`."""
+"""Tensor parallelism within a node, for layers that a network lists in its attribute `node_slices`."""

@@ -109,7 +109,7 @@ class NodeSlicesExtension(FitExtension):
         slices.connect(
             fit.optimizers,
             comm_dtype=fit.hook_state.comm_dtype,
-            # DDP's flag is False in all backwards of an accumulation step except the last one.
+            # DDP's flag is False in all backward passes of an accumulation step except the last one.
             is_last_backward=lambda: bool(wrapped.require_backward_grad_sync),
             is_adasum=self._is_adasum,
             window=getattr(fit.precision, "window", None),
@@ -155,7 +155,7 @@ class NodeSlicesExtension(FitExtension):
         self._sliced_fit.use_whole_layers()
 
     def after_validation(self, fit: RunningFit) -> None:
-        """Switch the layers back to slices after validation."""
+        """Switch the layers back to their slices after validation."""
         self._sliced_fit.use_slices()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -187,11 +187,11 @@ class NodeSlicesExtension(FitExtension):
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields an optimizer state dict with this rank's slices."""
+        """Return a context that yields this rank's slices of a full optimizer state dict, to be loaded."""
         return nullcontext(self._sliced_fit.cut_state(state, optimizer))
 
     def status(self) -> dict[str, Any]:
-        """Return the `RunStatus` field that lets callbacks read this rank's slices without communication."""
+        """Return the `RunStatus` field through which callbacks read this rank's slices without communication."""
         if self._slices is None:
             return {}
         return {"own_state": self._slices.own_state}
@@ -199,7 +199,7 @@ class NodeSlicesExtension(FitExtension):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Record whether a failure has aborted the process groups, so that cleanup does not wait for them."""
+        """Record if a failure has aborted the process groups, so that cleanup does not wait for them."""
         self._sliced_fit.is_aborted = fit.device.type == "cuda" and bool(fit.engine.failure)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
@@ -213,7 +213,7 @@ class NodeSlicesExtension(FitExtension):
 
 
 def _are_of_other_stages(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Return whether these layers belong to another pipeline stage and have parameters on the meta device.
+    """Return whether these layers belong to another pipeline stage, with parameters on the meta device.
 
     The result is True if at least one parameter is on the meta device. A rank of a pipeline has the layers of other
     stages there.

@@ -48,7 +48,7 @@ TOLERANCE_IN_EPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class _PairRecord:
-    """Record of one forward call of a layer pair, or of a single layer, computed with full layers.
+    """Record of one forward call of a layer pair or single layer, in the pass with full layers.
 
     Attributes:
         features: Input of the pair's last layer. None: the layer is not in a pair.
@@ -63,7 +63,7 @@ class _PairRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _OutputRecord:
-    """Record of the shapes and norms of the output of a module that is not sliced."""
+    """Record of the output of a module that is not sliced, with the shapes and norms of its tensors."""
 
     shapes: list[tuple[int, ...]]
     norms: list[float]
@@ -175,7 +175,7 @@ class FirstStep:
                 raise ValueError(message)
 
     def _raise_from_slices(self, error: Exception) -> None:
-        """Re-raise an error that occurred only with sliced layers, with a note on the enclosing layer pair."""
+        """Raise an error that occurred only with sliced layers, and add a note on the enclosing layer pair."""
         if self._open_pair is not None:
             names = " and ".join(f"`{name}`" for name in self._open_pair)
             num_slices = dist.get_world_size(self._slices.node)
@@ -253,11 +253,11 @@ class FirstStep:
                 yield name, module
 
     def pair_begins(self, names: tuple[str, ...]) -> None:
-        """Record that the forward pass has entered a layer pair, where features are sliced."""
+        """Record that the forward pass is inside a layer pair, where features are sliced."""
         self._open_pair = names
 
     def pair_ends(self) -> None:
-        """Record that the forward pass has left the layer pair. Each rank then holds all features again."""
+        """Record that the forward pass has left a layer pair, after which ranks hold all features again."""
         self._open_pair = None
 
     @property
@@ -266,11 +266,11 @@ class FirstStep:
         return self._open_pair is not None
 
     def add_record(self, name: str, record: _PairRecord | _OutputRecord) -> None:
-        """Store the record of one module call in the pass with full layers."""
+        """Store the record of a module call from the pass with full layers."""
         self._records[name].append(record)
 
     def next_record(self, name: str) -> Any:
-        """Remove and return the record of a module's next call in the pass with full layers.
+        """Remove and return the next record of a module from the pass with full layers.
 
         Returns None if there was no such call.
         """
@@ -312,7 +312,7 @@ class FirstStep:
             )
 
     def compare_output(self, name: str, output: Any, record: _PairRecord | _OutputRecord) -> None:
-        """Compare the output of a module with the recorded output of the pass with full layers."""
+        """Compare the output of a module with the output recorded with full layers."""
         if isinstance(record, _PairRecord):
             difference = self._difference_of_outputs(output, record)
         else:
@@ -342,7 +342,7 @@ class FirstStep:
         wide = expected.detach().double()
         norm = float(wide.norm())
         if not math.isfinite(norm):
-            return ""  # overflowed values cannot be compared
+            return ""  # because overflowed values cannot be compared
         norm_of_difference = float((tensor.detach().double() - wide).norm())
         relative = norm_of_difference / max(norm, torch.finfo(torch.float64).tiny)
         if relative <= _tolerance(expected):
@@ -369,14 +369,14 @@ class FirstStep:
 
 
 class _Hooks:
-    """Forward hooks for one pass of the training step, on sliced layers and on all other modules."""
+    """Base class of the forward hooks that are installed during one pass of the training step."""
 
     def __init__(self, step: FirstStep) -> None:
         self.step = step
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Return a context in which the hooks are installed."""
+        """Temporarily install the hooks."""
         step = self.step
         with ExitStack() as handles:
             for names, first, last, sliced in step.groups():
@@ -393,7 +393,7 @@ class _Hooks:
             yield
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
-        """Record that the forward pass enters a layer pair, before the pair's first layer runs."""
+        """Record the beginning of a layer pair, before its first layer runs."""
         self.step.pair_begins(names)
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
@@ -401,7 +401,7 @@ class _Hooks:
         raise NotImplementedError
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
-        """Record or replace the output of a pair's last layer, and return the replacement or None."""
+        """Record the output of a pair's last layer, or return a replacement for it."""
         raise NotImplementedError
 
     def end_module(self, name: str, output: Any) -> None:
@@ -418,7 +418,7 @@ class _WholeHooks(_Hooks):
         self._draws = False
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
-        """Seed the random number generator in the same way as a pair of sliced layers does."""
+        """Seed the random number generator as a pair of sliced layers would."""
         super().begin_pair(names, sliced, device)
         sliced.entrance.enter(device)
 

@@ -1,4 +1,4 @@
-"""Averaging of the gradients of sliced layers between nodes during backward."""
+"""Averaging of the gradients of sliced layers between nodes, during the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_hybrid.comm.hook import from_wire, split_divisor, to_wire
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PendingGradient:
-    """Gradient whose average over nodes is being computed.
+    """Gradient whose average over nodes is still being computed.
 
     Attributes:
         gradient: Gradient of this rank, which receives the average.
@@ -33,7 +33,7 @@ class _PendingGradient:
 
 
 class SliceGradients:
-    """Hooks that average each slice's gradient across nodes during backward, as DDP does.
+    """Gradient hooks that average each slice's gradient across nodes during backward, as DDP does.
 
         grad <- (sum over nodes of grad / before) / after          before * after = nodes
         grad <- Adasum over nodes of grad                          inner products of full tensors
@@ -48,7 +48,7 @@ class SliceGradients:
         across: Process group of the ranks with the same slices, one on each node. None: there is one node, and nothing
             is sent.
         comm_dtype: Dtype on the wire. None: the dtype of the gradients.
-        is_last_backward: Returns whether the current backward is the last of its step.
+        is_last_backward: Function that returns whether the current backward pass is the last one of its step.
         adasum_group: With Adasum, the process group of the ranks that hold the other slices. None: gradients are
             averaged.
     """
@@ -108,7 +108,7 @@ class SliceGradients:
             from_wire(wire, buffer=pending.gradient, after=pending.divisor)
 
     def _add_up_(self, table: Tensor, across: dist.ProcessGroup) -> None:
-        """All-reduce inner products over nodes and then over the slices of a node, in place."""
+        """All-reduce inner products in place, first over nodes and then over the slices of a node."""
         for group in (across, self._adasum_group):
             dist.all_reduce(table, group=group)
 

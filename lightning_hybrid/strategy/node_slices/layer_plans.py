@@ -1,4 +1,4 @@
-"""Layers that a network requests to slice, and slicing plans for layers of torch and `transformers`."""
+"""Selection of the layers to slice, with slicing plans for layers of torch and `transformers`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator[tuple[str, ...]]:
-    """Yield the groups of layer names to which one entry of `node_slices` or of a slicing plan expands."""
+    """Expand one entry of `node_slices` or of a slicing plan, and yield its groups of layer names."""
     try:
         layers = [network.get_submodule(name) for name in names]
     except AttributeError as error:
@@ -65,7 +65,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _planned(layer: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
-    """Yield the groups of layer names in a layer's slicing plan or in the plans of its sublayers."""
+    """Yield the groups of layer names from a layer's slicing plan, or from the plans of its sublayers."""
     plan = _plan_of(layer)
     if plan is not None:
         for names in plan:

@@ -57,9 +57,9 @@ class NodeRanks:
         return _exchange(copies.flatten(0, 1), self.group)
 
     def reduce_scatter(self, partial_sums: Tensor) -> Tensor:
-        """Sum partial results `[g b, ...]` over ranks, and return the sums of this rank's samples, `[b, ...]`.
+        """Sum partial results `[g b, ...]` over ranks, and return the sums for this rank's samples, `[b, ...]`.
 
-        It is computed in fp32 at least and rounded once.
+        The sums are computed in at least fp32 and rounded once.
         """
         received = _exchange(partial_sums, self.group)
         return received.unflatten(0, (self.size, -1)).sum(0)
@@ -75,9 +75,9 @@ class NodeRanks:
         return by_rank.movedim(0, -2).flatten(-2)
 
     def refuse_unequal_batches(self, images: Tensor, *arguments: Any) -> None:
-        """Raise if the ranks have different numbers of samples or arguments of different sizes.
+        """Raise if the ranks have different numbers of samples, or arguments of different sizes.
 
-        Only checked on a CPU.
+        This is checked only on a CPU.
 
         Raises:
             ValueError: Sizes differ. Raised on every rank, with all sizes.

@@ -1,4 +1,4 @@
-"""Slicing of layers over the ranks of a node for one training run, with full state for checkpoints."""
+"""Slicing of layers over the ranks of a node during one training run, with full state in checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATE_LIMIT_S = 20.0
 def cut_(
     module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks
 ) -> list[SlicedLayer]:
-    """Slice layers of `module` in place, and return a `SlicedLayer` for each layer that holds a slice.
+    """Slice layers of `module` in place, and return a `SlicedLayer` for each layer that holds slices.
 
     Args:
         module: Network whose layers are sliced.
@@ -73,7 +73,7 @@ def cut_(
 def _replacements_of_group(
     module: nn.Module, names: tuple[str, ...], ranks: NodeRanks
 ) -> dict[nn.Module, SlicedLayer]:
-    """Return the `SlicedLayer` of each layer in a pair, or of one embedding or output layer."""
+    """Create the `SlicedLayer` of each layer in a pair, or of a single embedding or output layer."""
     first = module.get_submodule(names[0])
     last = module.get_submodule(names[-1])
     entrance = Entrance(ranks)
@@ -221,7 +221,7 @@ class SlicedFit:
         Args:
             optimizers: Optimizers of the run.
             comm_dtype: Dtype of gradients on the wire. None: their own dtype.
-            is_last_backward: Returns whether the current backward is the last of its step.
+            is_last_backward: Function that returns whether the current backward pass is the last one of its step.
             is_adasum: Whether nodes combine gradients by Adasum instead of the mean.
             window: Half-precision window. None: there is none.
         """
@@ -274,7 +274,7 @@ class SlicedFit:
         return value
 
     def agree_on_overflow(self, scaler: Any) -> None:
-        """Make Lightning's gradient scaler skip a step on all ranks of the node or on none of them."""
+        """Make all ranks of the node agree on whether Lightning's gradient scaler skips a step."""
         unscale = scaler._unscale_grads_
 
         def unscale_on_node(*args: Any) -> Any:
@@ -287,7 +287,7 @@ class SlicedFit:
     # ---- validation and state --------------------------------------------------------------------------------------
 
     def use_whole_layers(self) -> None:
-        """Gather full weights, so that each rank computes without slices until `use_slices` is called.
+        """Gather the full weights, with which each rank computes until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order.
         """
@@ -297,14 +297,14 @@ class SlicedFit:
         self._ranks.is_whole = True
 
     def use_slices(self) -> None:
-        """Switch layers back to computing with their slices."""
+        """Switch the layers back to their slices."""
         self._ranks.is_whole = False
         for layer in self._layers:
             layer.use_slices()
 
     @contextmanager
     def own_state(self) -> Iterator[None]:
-        """Return a context in which state dicts contain this rank's slices and need no communication."""
+        """Return a context in which state dicts hold only this rank's slices and need no communication."""
         self._ranks.is_own_state = True
         try:
             yield

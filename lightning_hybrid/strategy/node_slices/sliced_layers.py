@@ -95,7 +95,7 @@ class Slice:
 
 
 class SlicedLayer:
-    """Base class of tensor-parallel layers, which replace methods of layers in the user's network.
+    """Base class of tensor-parallel layers, which replace the methods of layers in the user's network.
 
     The new methods are installed as attributes of the layer. This base class only handles the state of the slices,
     which is enough for a layer with a tied weight. Subclasses add a `forward`.
@@ -135,7 +135,7 @@ class SlicedLayer:
 
     @torch.no_grad()
     def use_whole_tensors(self) -> None:
-        """Gather full tensors, so that the layer computes without slices until `use_slices` is called.
+        """Gather the full tensors, with which the layer computes until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order. Afterwards the layer's
         `forward` is not collective.
@@ -151,7 +151,7 @@ class SlicedLayer:
             vars(self.layer)[name] = whole
 
     def use_slices(self) -> None:
-        """Make the layer compute with its slices, and free gathered full tensors."""
+        """Make the layer compute with its slices again, and free the gathered full tensors."""
         for name in self.slices:
             whole = vars(self.layer).pop(name, None)
             if whole is not None and self.ranks.window is not None:
@@ -237,7 +237,7 @@ class RowLinear(SlicedLayer):
 
 
 class HeadsAttention(SlicedLayer):
-    """Replacement of `nn.MultiheadAttention` that is sliced by attention heads.
+    """Replacement for `nn.MultiheadAttention` that is sliced by attention heads.
 
     Its `out_proj` is the last layer of the pair.
     """
@@ -256,7 +256,7 @@ class HeadsAttention(SlicedLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Return the attention output for this rank's samples, with heads computed on all ranks.
+        """Return the attention output for this rank's samples. Each rank computes some of the heads.
 
         Raises:
             ValueError: Attention weights are requested, or a mask does not apply to all heads.
@@ -334,11 +334,11 @@ def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
 
 
 class Entrance:
-    """Input stage of a layer pair, which gathers the node's samples and seeds the random number generator.
+    """Entry point of a layer pair, which gathers the node's samples and seeds the random number generator.
 
-    Inside the pair each rank draws its own random numbers, because each rank has other features there. With one random
-    state on all ranks, dropout would drop the same positions of each slice. After the pair the random state continues
-    as it was before, so ranks that agree on it still agree.
+    Inside the pair each rank draws its own random numbers, because each rank has different features there. With one
+    random state on all ranks, dropout would drop the same positions of each slice. After the pair the random state
+    continues as it was before, so ranks that agree on it still agree.
     """
 
     def __init__(self, ranks: NodeRanks) -> None:
@@ -349,13 +349,13 @@ class Entrance:
         self._seeded_state: Tensor | None = None  # its state at the beginning of the pair
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the arguments of `module` from all ranks of the node, as a forward pre-hook."""
+        """Gather the arguments of a module from all ranks of the node. This method is a forward pre-hook."""
         if self.ranks.is_whole:
             return None
         return self.gather((args, kwargs))
 
     def gather(self, values: Any) -> Any:
-        """Return `values` with each tensor gathered from all ranks of the node.
+        """Gather each tensor in `values` from all ranks of the node.
 
         The first tensor holds the samples. Each tensor is sent once.
 
@@ -405,7 +405,7 @@ class Entrance:
         self._seeded_state = generator.get_state()
 
     def has_drawn(self) -> bool:
-        """Return whether code between the two layers of the pair has drawn random numbers."""
+        """Return whether code between the layers of the pair has drawn random numbers."""
         if self._generator is None or self._seeded_state is None:
             return False
         return not torch.equal(self._generator.get_state(), self._seeded_state)

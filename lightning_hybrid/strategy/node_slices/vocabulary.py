@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each target, without communicating logits if `head` is sliced.
+    """Compute the cross-entropy of each target. If `head` is sliced, no logits are communicated.
 
         loss_i = log sum_c exp(z_ic) - z_i,target(i)          z = W x + bias, in fp32 at least
 
@@ -122,7 +122,7 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _rows_in_slice(
     numbers: Tensor, weight_slice: Slice, ignored: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices of tokens or classes in this rank's slice, and a mask of those that it holds.
+    """Convert token or class numbers to indices in this rank's slice, with a mask of those that it holds.
 
     A number that another rank holds gets the index 0 and is not in the mask.
 

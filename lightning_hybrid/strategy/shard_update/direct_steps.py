@@ -1,4 +1,4 @@
-"""Hooks for optimizer steps that bypass Lightning, for parameters without master weights."""
+"""Hooks for sharded optimizer steps that user code runs without Lightning or master weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_hybrid.precision.optimizer_protocol import closure_in
 
 
 class DirectSteps:
-    """Global optimizer hooks of torch that run the steps of selected optimizers within a context.
+    """Global optimizer hooks that run each step of selected optimizers inside a given context.
 
     With half precision the hooks of the precision plugin enter the context instead.
 
     Args:
-        is_concerned: Returns whether an optimizer's steps need the context.
-        update_context: Returns the context for a step of an optimizer.
-        is_ignored: Returns whether Lightning's own step has already entered the context.
+        is_concerned: Function that returns whether an optimizer's steps need the context.
+        update_context: Function that returns the context for a step of an optimizer.
+        is_ignored: Function that returns whether Lightning's own step has already entered the context.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Extension that shards the optimizer update over ranks and saves full state in checkpoints."""
+"""Extension that shards the optimizer update over ranks, but keeps full state in checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ShardUpdateExtension(FitExtension):
         self._shared: ShardedFit | None = None  # set from `after_setup` to the end of the run
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return engine options with a plan that can reduce-scatter gradients to the ranks that own them."""
+        """Return a communication plan with which gradients can be reduce-scattered to their owners."""
         # On CUDA, and with one rank on each node, `auto` all-reduces all gradients.
         is_flat = fit.device.type == "cuda" or fit.topology.ranks_per_node == 1
         return {"plan": plan_for_owners(plan, is_flat=is_flat), "shares_update": self._scope}
@@ -64,8 +64,8 @@ class ShardUpdateExtension(FitExtension):
     def after_setup(self, fit: RunningFit) -> None:
         """Shard master weights and optimizer state over the ranks that share the update."""
         refuse_excluded({"shard update": self._name} | in_optimizers(fit.optimizers))
-        # A late gather needs more memory, which does not pay on the fast links of a node. A compiled forward would not
-        # wait for weights.
+        # A late gather needs more memory, which is not worthwhile on the fast links of a node. A compiled forward
+        # would not wait for weights.
         is_late = self._scope == "world" and not is_compiled(fit.module)
         self._shared = ShardedFit(fit, is_late=is_late)
         # In a pipeline stage, tied weights and the overflow check need all gradients.
@@ -86,7 +86,7 @@ class ShardUpdateExtension(FitExtension):
             scatter.prepare_step(self._sharded_fit.is_unobserved(fit.module))
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Check that no user code reads reduce-scattered gradients, then run the optimizer step."""
+        """Run the optimizer step, after checking that no user code reads reduce-scattered gradients."""
         self._sharded_fit.refuse_late_observers(fit.module)
         return run()
 
@@ -112,7 +112,7 @@ class ShardUpdateExtension(FitExtension):
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Return a context in which rank zero holds the full master weights.
+        """Return a context in which the full master weights are available on rank zero.
 
         Collective: every rank must call it, in the same order.
         """

@@ -38,7 +38,7 @@ Range = tuple[int, int]
 
 
 class Move(NamedTuple):
-    """Range of elements in a gradient bucket, with its position in the tensor that is sent.
+    """Range of elements in a gradient bucket, with its position in the packed tensor.
 
     The range goes from `begin` to `end` in the bucket and starts at `packed_begin` in the packed tensor.
     """
@@ -58,7 +58,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Layout of the packed tensor in which the elements of a bucket are sent.
+    """Layout of a packed tensor, which holds the elements of a bucket in the order in which they are sent.
 
     Attributes:
         numel: Number of elements of the packed tensor.
@@ -74,7 +74,7 @@ class Packing:
 def packing_of(
     owned: Sequence[Sequence[Range]], whole_ranges: list[Range], chunks: Sequence[int]
 ) -> Packing:
-    """Return the layout of a packed tensor in which every chunk has a shard of equal length for each rank.
+    """Plan the layout of a packed tensor so that each chunk has an equally long shard for each rank.
 
     Args:
         owned: Elements of the bucket that each rank owns.
@@ -91,7 +91,7 @@ def packing_of(
 def _moves_of_rank(
     ranges: Sequence[Range], rank: int, num_ranks: int, chunks: Sequence[int]
 ) -> list[Move]:
-    """Return the ranges of one rank's elements, with their positions in the rank's shard of each chunk."""
+    """Return the ranges that one rank owns, with their positions in the rank's shard of each chunk."""
     moves: list[Move] = []
     remaining = list(ranges)
     chunk_begin = 0
@@ -145,11 +145,11 @@ class GradientScatter:
         self.is_on = False
 
     def prepare_step(self, is_unobserved: bool) -> None:
-        """Enable the reduce-scatter for the next step if no user code reads its gradients."""
+        """Enable the reduce-scatter for the next step, unless user code reads its gradients."""
         self.is_on = self._is_possible and is_unobserved
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        """Start the reduce-scatter of a bucket and return its future, or return None to request an all-reduce."""
+        """Start the reduce-scatter of a bucket and return its future, or None if it has to be all-reduced."""
         if not self.is_on or bucket.is_last():
             return None
         packing = self._packing_of(bucket)
@@ -243,7 +243,7 @@ class GradientScatter:
 
 
 def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: float) -> Tensor:
-    """Divide the gradient sums of this rank's elements by `divisor` and copy them into the bucket."""
+    """Divide the sums of this rank's gradients by `divisor`, and copy them into the bucket."""
     averages = [move.in_packed(packed) for move in moves]
     if divisor != 1 and averages:
         torch._foreach_div_(averages, divisor)
@@ -252,7 +252,7 @@ def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: 
 
 
 def _store_ranges(flat: Tensor, *, buffer: Tensor, ranges: list[Range], divisor: float) -> Tensor:
-    """Divide the gradient sums that all ranks need by `divisor` and copy them into the bucket."""
+    """Divide the sums of gradients that all ranks need by `divisor`, and copy them into the bucket."""
     if divisor != 1:
         flat.div_(divisor)
     numels = [end - begin for begin, end in ranges]

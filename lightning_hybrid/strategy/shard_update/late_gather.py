@@ -23,7 +23,7 @@ OF_NO_VALUE = {"grad", "grad_dtype", "requires_grad", "shape", "dtype", "device"
 
 
 class LateGather(TorchFunctionMode):
-    """Torch function mode that delays reads of a weight until its all-gather is complete.
+    """Torch function mode that makes any read of a weight wait until its all-gather is complete.
 
     Module hooks would not suffice, because a callback, another layer or an optimizer's groups may read a weight without
     its module. The mode is active for the whole run, in the training thread. On a GPU the stream waits, not the host.

@@ -3,7 +3,7 @@
     chunk       | rank 0's elements | rank 1's elements | ...       of as many parameters as fit
 
 Each rank packs its shards of all tensors, in the same order, into chunks of bounded size. While one chunk is exchanged,
-the next is packed, and received elements are copied to their tensors.
+the next one is packed, and received elements are copied to their tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TensorSpan = tuple[int, int, int]
 
 @dataclass
 class PackedChunk:
-    """Layout of one chunk of packed tensor shards, in which the elements of rank r begin at `r * numel`.
+    """Layout of a chunk of packed tensor shards, in which the elements of rank r begin at `r * numel`.
 
     Attributes:
         numel: Number of elements of one rank, with padding.
@@ -50,7 +50,7 @@ class PackedChunk:
 
 
 def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[PackedChunk]:
-    """Return the layout of chunks that hold up to `numel` elements from each rank.
+    """Divide tensor shards into chunks of up to `numel` elements per rank, and return their layouts.
 
     Args:
         spans: For each tensor, the begin and end of each rank's elements.
@@ -168,7 +168,7 @@ class ShardExchange:
     def collect(
         self, shards: Sequence[ParameterShard], values: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Gather full tensors from all ranks' shards on rank zero's CPU, and return None on other ranks.
+        """Gather full tensors on rank zero's CPU from the shards of all ranks. Return None on other ranks.
 
         Args:
             shards: Shards of the parameters.
@@ -271,7 +271,7 @@ class ShardExchange:
         return list(elements_of_rank[: sum(numels)].split(numels))
 
     def _exchange_named(self, kind: Literal["sum", "gather", "collect"]) -> Any:
-        """Return the engine's name for a collective among the ranks that share the update."""
+        """Return the name under which the engine knows a collective of the ranks that share the update."""
         if self.is_in_node:
             return f"node_{kind}"
         return f"world_{kind}"
@@ -306,7 +306,7 @@ def _part_of_row(row: Tensor, shard: ParameterShard) -> Tensor:
 
 
 def _parameters_in(chunk: PackedChunk, shards: Sequence[ParameterShard]) -> list[Tensor]:
-    """Return the parameters whose elements are in a chunk, possibly with repetitions."""
+    """Return the parameters that have elements in a chunk, possibly with repetitions."""
     parameters: list[Tensor] = []
     for spans in chunk.spans:
         for index, _, _ in spans:

@@ -1,4 +1,4 @@
-"""Parameters that hold the full tensor between steps and this rank's shard while the optimizer steps.
+"""Parameters that hold only this rank's shard during an optimizer step, and the full tensor otherwise.
 
                      between steps                            in a step
     parameter   ->   full tensor: forward, backward           shard: elements begin ... end - 1, in memory order
@@ -28,7 +28,7 @@ Span = tuple[int, int]
 
 
 class ParameterShard:
-    """Base class for parameters that switch between the full tensor and this rank's shard of it.
+    """Base class of parameters that can switch between the full tensor and this rank's shard.
 
     Args:
         name: Name of the parameter, for errors.
@@ -67,7 +67,7 @@ class ParameterShard:
 
     @property
     def values(self) -> Tensor:
-        """Elements of this rank's shard, which the optimizer updates, as a 1-D fp32 tensor."""
+        """This rank's shard, which the optimizer updates, as a 1-D fp32 tensor."""
         if self.shows_part:
             return self.parameter.detach()
         return self._hidden.detach()
@@ -161,12 +161,12 @@ class MasterShard(ParameterShard):
         vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
-        """Switch the parameter to the given full fp32 values, and preserve its gradient."""
+        """Switch the parameter to the given full fp32 values, keeping its gradient."""
         self._pair.fp32.data = values
         self._pair.close()
 
     def show_rounded(self) -> None:
-        """Switch the parameter to fp32 by converting its half-precision copy, unless it is fp32 already."""
+        """Switch the parameter to fp32 by converting its half-precision copy, unless it already is in fp32."""
         if self._pair.is_open:
             self.show_fp32(self.whole.float())
 
@@ -233,7 +233,7 @@ class MasterShard(ParameterShard):
 
 
 class WeightShard(ParameterShard):
-    """Parameter without master weights, and this rank's shard of it, which is a view of its memory."""
+    """Parameter without master weights, with this rank's shard as a view of its memory."""
 
     def __init__(self, name: str, parameter: nn.Parameter, spans: list[Span], rank: int) -> None:
         begin, end = spans[rank]
@@ -254,7 +254,7 @@ class WeightShard(ParameterShard):
 
 @torch.no_grad()
 def write_wholes_(shards: Iterable[ParameterShard]) -> None:
-    """Round this rank's shards of master weights into the half-precision copies, in one fused copy."""
+    """Round this rank's shards of master weights into the half-precision copies, with one fused copy."""
     parts_of_copies: list[Tensor] = []
     values: list[Tensor] = []
     for shard in shards:

@@ -1,4 +1,4 @@
-"""State of a sharded optimizer update during one training run."""
+"""Sharded optimizer update during one training run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_hybrid.strategy.shard_update.whole_averages import averaging_whol
 
 
 class ShardedFit:
-    """State of `shard_update` for one training run, with parameter shards and their collectives.
+    """State of a sharded optimizer update, with the parameter shards and their collectives.
 
     Some parameters are not sharded: those of fewer blocks than the ranks of a node (`placement.is_split`), those of one
     block if all ranks share the update, and those with gaps in memory. Which rank owns which shard depends on the order
@@ -113,7 +113,7 @@ class ShardedFit:
                     yield parameter
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Shard an optimizer's existing state, and make the optimizer update and load shards."""
+        """Shard an optimizer's existing state, and make the optimizer work with shards."""
         # Some optimizers create state in their constructor.
         for parameter in parameters_of(optimizer):
             if id(parameter) in self.shards and parameter in optimizer.state:
@@ -128,7 +128,7 @@ class ShardedFit:
         self._lent.callback(after.remove)
 
     def _take_in(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer that user code has substituted for another one during training."""
+        """Prepare a new optimizer that user code has put in place of another one during training."""
         is_known = any(optimizer is known_optimizer for known_optimizer in self._optimizers)
         if not is_known and self._shards_of(optimizer):
             self._prepare_optimizer(optimizer)
@@ -215,7 +215,7 @@ class ShardedFit:
         state.scatter = self.scatter
 
     def is_unobserved(self, module: Any) -> bool:
-        """Return whether the optimizer update is the only reader of gradients.
+        """Return whether only the optimizer update reads gradients.
 
         The update needs only this rank's shards of the gradients.
         """
@@ -241,7 +241,7 @@ class ShardedFit:
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Return a context for an optimizer step on this rank's shards, which gathers new weights at its end.
+        """Return a context for an optimizer step on this rank's shards. On exit, it gathers the new weights.
 
         Collective: every rank must enter it, in the same order.
         """
@@ -304,8 +304,8 @@ class ShardedFit:
 
     @property
     def placement(self) -> dict[str, Any]:
-        """Fields of `RunStatus` that describe this rank's parameter shards."""
-        with torch._C.DisableTorchFunction():  # do not wait for weights that are being gathered
+        """Description of this rank's parameter shards for `RunStatus`."""
+        with torch._C.DisableTorchFunction():  # no wait for weights that are being gathered
             master_parts = {id(shard.parameter): shard.values for shard in self._master_shards}
         return {
             "parts": {key: shard.part for key, shard in self.shards.items()},
@@ -317,7 +317,7 @@ class ShardedFit:
     # ---- whole values ----------------------------------------------------------------------------------------------
 
     def collect_masters(self) -> None:
-        """Gather the full master weights on rank zero, which keeps them until `drop_masters` is called.
+        """Gather the full master weights on rank zero, and keep them there until `drop_masters` is called.
 
         Collective: every rank must call it, in the same order.
         """
@@ -421,7 +421,7 @@ class ShardedFit:
 
 
 def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int, int]]]:
-    """Return each rank's range of elements in each tensor, balanced over all tensors.
+    """Divide each tensor among the ranks, so that all ranks have about the same number of elements.
 
     Each tensor is split into one range per rank. The rank that has the fewest elements so far gets the longest range.
 
@@ -448,7 +448,7 @@ def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def cut(entry: Mapping[str, Any], shard: ParameterShard | None) -> dict[str, Any]:
-    """Return a parameter's optimizer state with this rank's shard in place of each full-shape tensor."""
+    """Return a parameter's optimizer state with each full tensor replaced by this rank's shard."""
     return {
         name: shard.part_of(value).clone()
         if shard and isinstance(value, Tensor) and value.shape == shard.whole.shape

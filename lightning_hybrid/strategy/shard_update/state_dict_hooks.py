@@ -1,4 +1,4 @@
-"""State-dict hooks that save sharded master weights as full fp32 tensors and load them into shards."""
+"""State-dict hooks with which modules save and load full fp32 values of sharded master weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard
 
 
 class StateDictHooks:
-    """State-dict hooks of the modules whose parameters have sharded master weights.
+    """State-dict hooks for modules whose parameters have sharded master weights.
 
     A state dict then holds fp32 values in place of the half-precision copies. Loading one updates this rank's shards.
 

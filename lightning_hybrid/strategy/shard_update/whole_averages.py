@@ -1,4 +1,4 @@
-"""Context that shows full fp32 weights to weight-averaging callbacks while master weights are sharded."""
+"""Context that shows full fp32 weights to weight-averaging callbacks if master weights are sharded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def averaging_whole_values(
 ) -> Iterator[None]:
     """Return a context in which weight-averaging callbacks see full fp32 weights.
 
-    They see them while they average, swap or transfer weights.
+    The callbacks see the full weights while they average, swap or transfer weights.
 
     Args:
         callbacks: Callbacks of the trainer, after their setup.
-        whole_values: Returns a context in which the parameters hold full fp32 values. Entering it is collective, and so
-            are the calls of the callbacks from now on.
+        whole_values: Function that returns a context in which the parameters hold full fp32 values. Entering it is
+            collective, and so are the calls of the callbacks from now on.
     """
     callbacks = list(callbacks)
     with ExitStack() as stack:

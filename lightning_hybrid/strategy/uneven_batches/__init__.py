@@ -1,4 +1,4 @@
-"""Extension for `uneven_batches="join"`, in which ranks without batches continue to the epoch's end.
+"""Extension for `uneven_batches="join"`: ranks that run out of batches continue until the epoch ends.
 
 One training batch:
 

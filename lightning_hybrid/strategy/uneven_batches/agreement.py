@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the number of samples that each rank contributes to a training batch."""
+"""Exchange of the number of samples that each rank contributes to a training batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END = object()
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedBatch:
-    """Numbers of samples in one training batch, for this rank and over all ranks.
+    """Numbers of samples in one training batch, on this rank and on all ranks together.
 
     Attributes:
         num_own: Number of samples of this rank. 0: its batch has weight zero.
@@ -78,7 +78,7 @@ class _Announcements:
 
     @property
     def lacks_batch(self) -> bool:
-        """True if some rank has neither a batch nor an earlier batch to repeat."""
+        """True if a rank has neither a batch nor an earlier batch to repeat."""
         return not bool((self.has_batch | self.can_repeat).all())
 
     @property
@@ -93,7 +93,7 @@ class _Announcements:
 
 
 class BatchAgreement:
-    """Communication of batch sizes between all ranks before each training batch.
+    """Exchange of batch sizes between all ranks before each training batch.
 
     Args:
         rank: This rank.
@@ -126,7 +126,7 @@ class BatchAgreement:
         self._has_logged_end = False
 
     def begin_epoch(self) -> None:
-        """Discard the agreed sizes of batches that were not trained before the new epoch.
+        """Begin a new epoch, and discard the sizes of batches on which no training step was run.
 
         It is called when a new pass over the loaders begins.
         """
@@ -223,7 +223,7 @@ class BatchAgreement:
                 self._latest = to_device(self._latest, self._device)
 
     def _log_end(self, announced: _Announcements) -> None:
-        """Log once per training run which ranks have no batches left."""
+        """Log which ranks have no batches left, once per training run."""
         ended_ranks = announced.ended_ranks
         if not ended_ranks or self._has_logged_end:
             return

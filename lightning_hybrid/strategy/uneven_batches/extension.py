@@ -35,7 +35,7 @@ _COUNT = "count_samples"
 
 
 class UnevenBatchesExtension(FitExtension):
-    """Extension with which ranks that run out of batches join the epoch's remaining steps.
+    """Extension that lets ranks without batches join the remaining steps of an epoch.
 
     Gradients of the ranks are weighted by their numbers of samples.
 
@@ -103,7 +103,7 @@ class UnevenBatchesExtension(FitExtension):
         refuse_excluded(_FEATURES | _in_run(fit))
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> Mapping[str, Any]:
-        """Return the option `uneven_batches` for the engine to compare between ranks."""
+        """Return the value of `uneven_batches`, which the engine compares between ranks."""
         return {"compared": {"uneven_batches": "join"}}
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
@@ -178,7 +178,7 @@ class UnevenBatchesExtension(FitExtension):
             self._forward_hook = None
 
     def before_all_gather(self, fit: RunningFit) -> None:
-        """Raise if `all_gather` is called in a training step, where it would gather repeated batches.
+        """Raise if `all_gather` is called in a training step, because it could gather repeated batches.
 
         Raises:
             RuntimeError: A training step is running.
@@ -190,7 +190,7 @@ class UnevenBatchesExtension(FitExtension):
     def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
         """Weight the loss by this rank's number of samples and run the backward pass.
 
-        The backward of a repeated batch adds zero gradients.
+        The backward pass of a repeated batch adds zeros to the gradients.
         """
         self._refuse_local_sums(fit)
         fit.engine.num_terms = self._weights.num_terms
@@ -223,13 +223,13 @@ class UnevenBatchesExtension(FitExtension):
             refuse_excluded(_FEATURES | local_sums, error=RuntimeError)
 
     def status(self) -> Mapping[str, Any]:
-        """Return the `RunStatus` field that indicates whether this rank repeats a batch."""
+        """Return the `RunStatus` field that says whether this rank is repeating a batch."""
         return {"repeats_batch": self._is_repeated}
 
     # ---- end ---------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Destroy the process group of the batch agreement.
+        """Destroy the process group that exchanges batch sizes.
 
         After an error of this rank, ranks that wait for its batch raise an error as well.
         """
@@ -245,7 +245,7 @@ class UnevenBatchesExtension(FitExtension):
 
 
 def _in_run(fit: FitContext) -> dict[str, str]:
-    """Return the properties of the module and training step that `uneven_batches` does not support."""
+    """Return those properties of the module and training step that `uneven_batches` does not support."""
     features = in_module(fit.module)
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
         features["node slices"] = "`node_slices`"
@@ -258,7 +258,7 @@ def _in_run(fit: FitContext) -> dict[str, str]:
 
 
 def _in_loaders(trainer: Any) -> dict[str, str]:
-    """Return the properties of the training loaders that `uneven_batches` does not support."""
+    """Return those properties of the training loaders that `uneven_batches` does not support."""
     num_loaders = len(trainer.fit_loop._combined_loader.flattened)
     if num_loaders > 1:
         return {"several loaders": f"{num_loaders} training loaders"}

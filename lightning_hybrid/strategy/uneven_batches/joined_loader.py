@@ -1,4 +1,4 @@
-"""Training loader whose epoch ends on all ranks together, once the loaders of all ranks are exhausted."""
+"""Training loader whose epoch ends on all ranks at the same time, when no rank has a batch left."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class StatefulJoinedLoader(JoinedLoader):
 
 
 class _JoinedBatches(OuterIterator):
-    """Iterator of a `JoinedLoader`, which agrees with the other ranks on each batch."""
+    """Iterator of a `JoinedLoader`, which exchanges the size of each batch with the other ranks."""
 
     def __init__(self, loader: JoinedLoader) -> None:
         super().__init__()
         self._joined_loader = loader
         self._own_length: int | None = None
         self._is_begun = False
-        self._is_look = False  # whether user code iterates, and not the training loop
+        self._is_look = False  # whether user code iterates instead of the training loop
         self._has_ended = False  # on this rank
         self._is_over = False  # on all ranks
 
@@ -113,8 +113,8 @@ class _JoinedBatches(OuterIterator):
         if self._has_ended:
             return None
 
-        # A run that is resumed after the loader's end asks once, because a stateful loader ends its epoch here. Another
-        # loader returns a batch of an epoch that is over, which is dropped.
+        # A run that is resumed after the loader's end asks for one batch, because a stateful loader ends its epoch
+        # here. Another loader returns a batch of an epoch that is over, which is dropped.
         self._is_begun = True
         batch = next(self.inner, END)
         if has_given_all or batch is END:
@@ -143,7 +143,7 @@ def joined(
     is_training: Callable[[Iterator[Any]], bool],
     num_fetched: Callable[[], int],
 ) -> JoinedLoader:
-    """Return a `JoinedLoader` for a loader, with state-dict methods if the loader has them.
+    """Wrap a loader in a `JoinedLoader`, which has state-dict methods if the loader has them.
 
     The arguments are those of the class.
     """

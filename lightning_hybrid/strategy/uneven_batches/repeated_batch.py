@@ -72,7 +72,7 @@ class RunningStatistics:
 
 
 class EpochSums:
-    """Snapshot of the sums that `self.log` and the module's torchmetrics accumulate over an epoch.
+    """Snapshot of the values that `self.log` and the module's metrics accumulate over an epoch.
 
     Args:
         module: The LightningModule.
@@ -90,9 +90,9 @@ class EpochSums:
                 self._metrics.append(_MetricState(metric))
 
     def restore(self) -> None:
-        """Restore the saved sums of the epoch.
+        """Restore the accumulated values of the epoch.
 
-        Values logged for the single step stay, and so do names that were first logged in it.
+        Values that were logged for the current step stay, and so do names that were first logged in it.
         """
         # Names stay, because ranks need the same names at the end of the epoch, when `sync_dist` values are reduced.
         for key, result in self._results.items():

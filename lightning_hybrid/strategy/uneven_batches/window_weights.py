@@ -1,4 +1,4 @@
-"""Loss weights for the batches of one optimizer step, according to their numbers of samples."""
+"""Loss weights for batches that contain different numbers of samples."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class WindowWeights:
 
     @property
     def num_terms(self) -> float:
-        """Divisor of the gradient sum over ranks, if the current batch is the last of the step."""
+        """Number by which the gradient sum over ranks is divided after the last batch of the step."""
         if self._num_total == 0:
             return float(self._world_size)  # all gradients are zero
         return (

@@ -1,1 +1,1 @@
-"""Images in folders or shards: sources, decoding, crops, decoder threads and loaders."""
+"""Sources, decoding, cropping and loaders for images that are stored in folders or shards."""

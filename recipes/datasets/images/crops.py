@@ -1,4 +1,4 @@
-"""Crops of images for the network: random crops in training, the centre crop in evaluation."""
+"""Cropping of images, at random in training and from the centre in evaluation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Parameters of a square crop, which are a region, its new size, an offset and a flip.
+    """Parameters of a square crop: a region, its new size, an offset and a flip.
 
     The region `box` of the image is resized to `height` x `width`. The square is taken from the result at `top`,
     `left`, and flipped horizontally if `flip` is set.
@@ -44,7 +44,7 @@ class Frame(NamedTuple):
 
 
 def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
-    """Return the uniform random numbers in [0, 1) that determine the crop of one image in one epoch.
+    """Draw the uniform random numbers in [0, 1) that determine the crop of an image in an epoch.
 
     They do not depend on rank or order, because the generator is counter-based (Philox, Salmon et al. 2011). Its key is
     (seed, epoch), and its counter is the image.
@@ -66,7 +66,7 @@ def random_box(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> Box:
-    """Return a box of random area and aspect ratio, as in Inception (Szegedy et al. 2014, arXiv:1409.4842).
+    """Choose a box of random area and aspect ratio, as in Inception (Szegedy et al. 2014, arXiv:1409.4842).
 
     As in torchvision, boxes are tried until one fits into the image:
 
@@ -112,7 +112,7 @@ def random_box(
 
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
-    """Resize an image with antialiased bilinear interpolation. The result is uint8 `"1 3 height width"`.
+    """Resize an image with antialiased bilinear interpolation, to uint8 `"1 3 height width"`.
 
     Values differ from Pillow's by at most one grey level.
     """
@@ -138,7 +138,7 @@ def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCrop:
-    """Random resized crop with horizontal flip for training, determined by (seed, epoch, image).
+    """Random resized crop with horizontal flip for training, which depends only on (seed, epoch, image).
 
     Raises:
         ValueError: A range is empty or out of bounds.
@@ -163,7 +163,7 @@ class TrainCrop:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Return the crop parameters for an image of `height` x `width` pixels in one epoch."""
+        """Return the crop parameters for an image of `height` x `width` pixels in a given epoch."""
         draws = draws_of(seed=self.seed, epoch=epoch, image=image)
         box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
         # The draw is reserved even without `flip`, so that the option does not change the crops.

@@ -1,4 +1,4 @@
-"""Base class of data modules for large images, with loaders for any number of ranks."""
+"""Base class of data modules for large images, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recipes.datasets.images.source import RowSource
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
-    """Data module for large images that are loaded on demand. A subclass provides the data in `setup`.
+    """Base class of data modules for large images, which are loaded on demand.
 
-    Batches leave the loader as uint8. On the device `DevicePrefetcher` normalises them. Without a prefetcher,
-    `on_after_batch_transfer` does.
+    Subclasses set the image sources in `setup`. Batches leave the loader as uint8. `DevicePrefetcher` normalises them
+    on the device. Without a prefetcher, `on_after_batch_transfer` does.
 
     Args:
         global_batch_size: Images per optimizer step, over all ranks and accumulation steps.
@@ -69,7 +69,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def setup(self, stage: str) -> None:
-        """Set the sources of training and evaluation images, `train_rows` and `eval_rows`, on every rank."""
+        """Set the image sources `train_rows` (training) and `eval_rows` (evaluation) on every rank."""
 
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
@@ -83,7 +83,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> ImageTrainLoader:
-        """Create this rank's training loader. Lightning sets its epoch."""
+        """Create this rank's training loader, whose epoch Lightning sets."""
         trainer = self.trainer
         order = EpochOrder(
             num_images=self.train_rows.num_images,
@@ -97,7 +97,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def val_dataloader(self) -> ImageEvalLoader:
-        """Create this rank's validation loader. Each validation image is loaded by exactly one rank."""
+        """Create this rank's validation loader, where each image is loaded by exactly one rank."""
         return ImageEvalLoader(
             self.eval_rows,
             **share_of(self.trainer),

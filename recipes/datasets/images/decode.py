@@ -22,7 +22,7 @@ MAX_PIXELS = 89_478_485
 
 
 class CorruptImageError(ValueError):
-    """Error for data that is not an image or is an incomplete image."""
+    """Error raised for data that is not an image or is incomplete."""
 
 
 def default_decoder() -> str:

@@ -1,4 +1,4 @@
-"""Threads that prepare the next batches while the consumer works on the current one."""
+"""Decoder threads that prepare the next batches while the consumer works on the current one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ The row is uint8 `"channels height width"`.
 
 @dataclass
 class _Filling:
-    """Batch whose images are still being loaded by threads."""
+    """Batch that threads are filling with images."""
 
     indices: Indices
     images: Tensor

@@ -1,4 +1,4 @@
-"""Image datasets in ImageNet's folder layout, with a folder per split that contains a folder per class."""
+"""Image datasets in the folder layout of ImageNet: one folder per split, with one folder per class."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ImageFolder(ImageSource):
         self._names: NDArray[np.bytes_] = np.array(names)
 
     def read(self, index: int) -> bytes:
-        """Read the file of one image, and return its bytes."""
+        """Return the content of an image file as bytes."""
         with open(self.name(index), "rb", buffering=0) as file:
             return file.read()
 

@@ -105,7 +105,7 @@ class ImageNetDataModule(ImageDataModule):
         check_same_classes(self.root, train, val, num_classes=num_classes)
 
     def setup(self, stage: str) -> None:
-        """Open the training and validation images on every rank. A second call does nothing."""
+        """Open the training and validation images on every rank, unless they are already open."""
         if hasattr(self, "train_rows"):
             return
         train, val = (open_images(self.root / split) for split in ("train", "val"))

@@ -17,7 +17,7 @@ from recipes.datasets.images.source import RowSource
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeThreads:
-    """Settings of the threads that decode images for a loader. They do not change the batches.
+    """Settings of a loader's decoder threads, which do not influence the content of batches.
 
     Args:
         num_threads: Number of threads that fill batches, in addition to the consumer's thread.
@@ -85,7 +85,7 @@ class ImageTrainLoader(ResumableLoader):
 
 
 class ImageEvalLoader:
-    """Evaluation loader of one rank. Each image is loaded by exactly one rank, see `eval_shares`."""
+    """Evaluation loader of one rank, where each image is loaded by exactly one rank (see `eval_shares`)."""
 
     reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 

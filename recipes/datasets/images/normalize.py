@@ -1,4 +1,4 @@
-"""Normalisation of images on the device."""
+"""Normalisation of images after their transfer to the device."""
 
 from __future__ import annotations
 

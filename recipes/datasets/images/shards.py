@@ -257,7 +257,7 @@ class ShardedImages(ImageSource):
         return data
 
     def name(self, index: int) -> str:
-        """Return the path of the shard and the original file name of an image, for messages."""
+        """Return an image's shard and original file name, for messages."""
         name = os.fsdecode(bytes(self.index.names[index]))
         return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
 
@@ -293,7 +293,7 @@ def holds_shards(folder: Path) -> bool:
 
 
 def packed_classes(folder: Path) -> tuple[str, ...]:
-    """Read the class names of a packed split, without the rest of its index.
+    """Read only the class names from the index of a packed split.
 
     Raises:
         ValueError: The index is missing or damaged.
@@ -315,7 +315,7 @@ def damaged_shards(folder: Path) -> list[str]:
 
 
 def crc32_of(blocks: Iterable[bytes]) -> int:
-    """Return the CRC-32 of the concatenation of several blocks of bytes.
+    """Compute the CRC-32 of several consecutive blocks of bytes.
 
     >>> crc32_of([b"ab", b"c"]) == crc32_of([b"abc"])
     True

@@ -1,4 +1,4 @@
-"""Image sources that provide image files and labels by index, and decode images into rows of a batch."""
+"""Interfaces of image sources, and a source that decodes and crops images into rows of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageSource(ABC):
-    """Abstract base class for stored images and their labels. It must support reads from several threads."""
+    """Abstract base class for stored images and their labels, which several threads can read."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]  # indices into `classes`
@@ -27,7 +27,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """Read the file of one image, and return its bytes.
+        """Return the content of an image file as bytes.
 
         Raises:
             OSError: The file cannot be read.
@@ -36,11 +36,11 @@ class ImageSource(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return a name of one image for messages, such as its path."""
+        """Return a name for an image, such as its path, for messages."""
 
 
 class Crop(Protocol):
-    """Protocol of objects that select the region of an image that the network sees.
+    """Protocol for objects that choose which region of an image the network sees.
 
     See `recipes.datasets.images.crops`.
     """
@@ -50,7 +50,7 @@ class Crop(Protocol):
         """Height and width of the crop in pixels."""
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Return the crop parameters for an image of `height` x `width` pixels in one epoch."""
+        """Return the crop parameters for an image of `height` x `width` pixels in a given epoch."""
 
 
 class RowSource(ABC):
@@ -98,7 +98,7 @@ class DecodedImages(RowSource):
         return label
 
     def _find(self, index: int) -> tuple[Pixels, int]:
-        """Return the pixels and label of an image. A corrupt image is replaced by the next readable one."""
+        """Return the pixels and label of an image, or of the next readable image if it is corrupt."""
         # The replacement depends only on the dataset, so ranks and resumed runs agree, and every batch is full.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images

@@ -1,1 +1,1 @@
-"""Image datasets that fit in memory: loaders and the base class of data modules."""
+"""Loaders and the base class of data modules for image datasets that fit in memory."""

@@ -12,7 +12,7 @@ from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, T
 
 
 class InMemoryDataModule(pl.LightningDataModule):
-    """Data module for images that fit in memory, for any number of ranks. A subclass loads the images.
+    """Base class of data modules for images that fit in memory, for any number of ranks.
 
     Args:
         global_batch_size: Images per optimizer step, over all ranks and accumulation steps.
@@ -66,13 +66,13 @@ class InMemoryDataModule(pl.LightningDataModule):
         """Load the splits `train`, `val` and `test`, which must be the same on every rank."""
 
     def setup(self, stage: str) -> None:
-        """Load all images, and compute mean and standard deviation of the training images, on every rank."""
+        """Load all images, and compute the mean and standard deviation of the training images, on every rank."""
         self.image_sets = self.load()
         # Evaluation uses the statistics of the training images too.
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def train_dataloader(self) -> TrainLoader:
-        """Create this rank's training loader. Lightning sets its epoch."""
+        """Create this rank's training loader, whose epoch Lightning sets."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],

@@ -1,1 +1,1 @@
-"""Callbacks of the recipes: reproducible random numbers, checkpoints and a progress bar."""
+"""Callbacks of the recipes, for reproducible random numbers, checkpoints and a progress bar."""

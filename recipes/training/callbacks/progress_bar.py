@@ -42,7 +42,7 @@ def labelled(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 def fitting(values: dict[str, Any], room: int) -> dict[str, Any]:
-    """Return the entries of a dictionary that fit into a line of `room` characters.
+    """Return the entries of a dictionary that fit on a line of `room` characters.
 
     An entry is shown as ` name: value`. Entries that no longer fit are left out.
 
@@ -73,13 +73,13 @@ class _LoggedValues(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Update the shown metrics at logged steps only, when `TrainingMetrics` has copied them to the host."""
+        """Update the displayed metrics at logged steps, when `TrainingMetrics` has copied them to the host."""
         if is_logged_step(trainer):
             self._read(trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Update the shown metrics after validation."""
+        """Update the displayed metrics after validation."""
         if not trainer.sanity_checking:
             self._read(trainer, pl_module)
         super().on_validation_end(trainer, pl_module)
@@ -104,7 +104,7 @@ class _LoggedValues(ProgressBar):
 
 class _RichBar(_LoggedValues, RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
-        """Return the columns of Lightning's Rich bar, but with a shorter bar and without batches per second.
+        """Return the columns of Lightning's Rich bar, with a shorter bar and without batches per second.
 
         The metric images per second replaces the batches per second.
         """
@@ -119,7 +119,7 @@ class _RichBar(_LoggedValues, RichProgressBar):
         return columns
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return as many of the latest metrics as fit into one line of the terminal."""
+        """Return as many of the latest metrics as fit on one line of the terminal."""
         values = super().get_metrics(trainer, pl_module)
         if self._console is None:
             return values
@@ -145,7 +145,7 @@ class _PlainBar(_LoggedValues, TQDMProgressBar):
 
 
 def progress_bar(refresh_rate: int = 10, *, is_enabled: bool = True) -> Callback | None:
-    """Create a progress bar with loss, throughput, exposed communication time and data waiting time.
+    """Create a progress bar with loss, throughput, exposed communication time and data-loading time.
 
     The bar also shows metrics that the module logs with `prog_bar=True`. It is Lightning's Rich bar if `rich` is
     installed. The values are the latest ones of `TrainingMetrics`, so list that callback before this one.

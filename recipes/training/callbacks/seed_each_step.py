@@ -1,4 +1,4 @@
-"""Callback that makes the random numbers of a resumed run equal to those of an uninterrupted run."""
+"""Callback that lets a resumed run draw the same random numbers as an uninterrupted run."""
 
 from __future__ import annotations
 

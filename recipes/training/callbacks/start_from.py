@@ -1,4 +1,4 @@
-"""Callback that initialises a network from the checkpoint of an equally deep or shallower network."""
+"""Callback that initialises a network with the weights of an equally deep or shallower network."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[s
 
 
 def _depths(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of blocks in each stack, keyed by the common prefix of their tensor names."""
+    """Return the number of blocks in each stack, keyed by the prefix that their tensor names share."""
     depths = dict[str, int]()
     for name in names:
         if row := BLOCK.search(name):

@@ -1,4 +1,4 @@
-"""Checkpoint callback for mid-epoch checkpoints that resume without skipping validation or epoch-end hooks."""
+"""Callback for mid-epoch checkpoints that never make a resumed run skip validation or epoch-end hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build of the C++ library of the fused steps, and look-up of torch's thread pool."""
+"""Compilation and loading of the C++ library for fused steps, and look-up of torch's thread pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASSES = CppSource(
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the C++ library of the fused steps, and build it first if it is not in the user's cache.
+    """Load the C++ library for fused steps, building it first if it is not in the user's cache.
 
     Raises:
         CannotBuildError: There is no compiler, or it fails.
@@ -41,9 +41,9 @@ def library() -> ctypes.CDLL:
 
 
 def openmp_parallel() -> int:
-    """Return the address of `GOMP_parallel` in torch's OpenMP runtime, or 0 if there is no such function."""
-    # With it, torch and the passes share one thread pool. The OpenMP runtimes of gcc, LLVM and Intel have this
-    # function. Without it, the passes use one thread.
+    """Return the address of `GOMP_parallel` in torch's OpenMP runtime, or 0 if the runtime does not have it."""
+    # With this function, torch and the fused passes share one thread pool. The OpenMP runtimes of gcc, LLVM and
+    # Intel have it. Without it, the passes use one thread.
     libraries = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:

@@ -1,4 +1,4 @@
-"""Engines of the fused steps on the CPU, which pass the addresses of tensors to C++ functions."""
+"""CPU engines for fused optimizer steps, which pass the addresses of tensors to C++ functions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_hybrid.placement import Part
 
 # Values of the enum `Dtype` in blocks.h.
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-# Number of elements of a block. It is large enough that scheduling takes no time, and small enough that threads end at
-# about the same time.
+# Number of elements of a block. It is large enough that scheduling costs little, and small enough that all threads
+# finish at about the same time.
 _BLOCK = 1 << 14
 
 
 class Table(ctypes.Structure):
-    """Python mirror of the struct `Table` of blocks.h, field by field."""
+    """Python counterpart of the C++ struct `Table` in `blocks.h`, with the same fields."""
 
     _fields_ = (
         ("num_tensors", ctypes.c_int64),
@@ -50,7 +50,7 @@ class Table(ctypes.Structure):
 
 
 class NativeEngine(Engine):
-    """Base class of the CPU engines, which hold the addresses of one tensor group for the C++ passes.
+    """Base class of the CPU engines, which run C++ passes over one group of tensors.
 
     The table of addresses is created once. A step only writes the addresses of its gradients and calls the passes,
     which run without Python's interpreter lock.
@@ -107,7 +107,7 @@ class NativeEngine(Engine):
             self._summed_table = self._table_of_whole_tensors(self.block_sums)
 
     def _table_of_whole_tensors(self, block_sums: BlockSums) -> Table:
-        """Create a C++ table with the blocks of the full tensors, which only `add_up` uses."""
+        """Create a C++ table that describes the blocks of the full tensors, for adding up their sums."""
         num_blocks = torch.tensor(block_sums.num_blocks)
         tensor_of = torch.arange(len(num_blocks)).repeat_interleave(num_blocks)
         self._arrays["tensor_of_whole_tensors"] = tensor_of  # The table holds only its address.
@@ -140,7 +140,7 @@ class NativeEngine(Engine):
 
 
 class NativeLars(NativeEngine):
-    """Engine of the LARS step on the CPU.
+    """CPU engine for the fused LARS step.
 
         compute_norms()    sum(w * w), and sum(g * g) or sum(d * d)      one read of g, w
         write_update()     the step                                      one read of g, w, v, one write of w, v
@@ -169,7 +169,7 @@ class NativeLars(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Sum the squares of weights and gradients, and return 1.0 if a gradient is inf or nan, else 0.0.
+        """Sum the squares of weights and gradients, and return 1.0 if a gradient contains inf or nan, else 0.0.
 
         See `Engine`.
         """
@@ -208,7 +208,7 @@ class NativeLars(NativeEngine):
 
 
 class NativeLamb(NativeEngine):
-    """Engine of the LAMB step on the CPU.
+    """CPU engine for the fused LAMB step.
 
         compute_norms()     sum(g * g), if it is needed         one read of g
         update_moments()    moments, sum(w * w), sum(u * u)     one read of g, w, m, v, one write of m, v
@@ -249,7 +249,7 @@ class NativeLamb(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Sum the squares of gradients, and return 1.0 if a gradient is inf or nan, else 0.0.
+        """Sum the squares of gradients, and return 1.0 if a gradient contains inf or nan, else 0.0.
 
         See `Engine`.
         """
@@ -264,7 +264,7 @@ class NativeLamb(NativeEngine):
         return self.sums[1].sum()
 
     def update_moments(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Count the step, update both moments, and sum the squares of weights and updates."""
+        """Increment the step counts, update both moments, and sum the squares of weights and updates."""
         table = ctypes.byref(self._table)
         numbers = self._numbers.data_ptr()
         inverse_scale, found_inf = _as_read_by_passes(scaling)
@@ -293,7 +293,7 @@ class NativeLamb(NativeEngine):
 
 
 def _arrays_of(views: ContiguousViews) -> dict[str, Tensor]:
-    """Create all arrays of a C++ `Table` except the sums."""
+    """Create the arrays to which a C++ `Table` points, except the arrays of sums."""
     params = views.dense[0]
     numels = torch.tensor([param.numel() for param in params])
     num_blocks = (numels + _BLOCK - 1) // _BLOCK

@@ -1,4 +1,4 @@
-"""Engine of the fused LARS step on CUDA, which passes the addresses of tensors to Triton kernels."""
+"""CUDA engine for the fused LARS step, which passes the addresses of tensors to Triton kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 class KernelLars(Engine):
-    """Engine of the LARS step for one tensor group on CUDA, which launches Triton kernels.
+    """CUDA engine that runs the fused LARS step for one group of tensors with Triton kernels.
 
         compute_norms()    launches `norms`
         write_update()     launches `finalize` and `lars_update`
@@ -132,7 +132,7 @@ class KernelLars(Engine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Sum the squares for all norms, and set `found_inf_out` if a gradient is inf or nan.
+        """Sum the squares for all norms, and set `found_inf_out` if a gradient contains inf or nan.
 
         See `Engine`.
         """
@@ -226,7 +226,7 @@ def _launch_options(
 def _chunk_tables(
     params: Sequence[Tensor], num_chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Create device tables of the size of each tensor, and of the tensor and position of each chunk.
+    """Create device tables with the size of each tensor, and with the tensor and position of each chunk.
 
     They are `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk.
     """
@@ -254,7 +254,7 @@ def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
 
 
 def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Create a tensor on the device from numbers on the host, without waiting for the device."""
+    """Create a device tensor from numbers on the host, without waiting for the device."""
     on_host = torch.tensor(values, dtype=dtype)
     table = torch.empty(on_host.shape, dtype=dtype, device=device)
     to_device_(table, on_host)
@@ -262,7 +262,7 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 
 def try_out(device: torch.device | str = "cuda") -> None:
-    """Compile and launch one small kernel, and raise Triton's error if that fails."""
+    """Compile and launch a small test kernel, which raises an error if Triton does not work."""
     options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
     first_chunk = torch.zeros(2, dtype=torch.int32, device=device)

@@ -13,10 +13,10 @@ three branches, which depends on the memory of its chunk:
     full chunk, all addresses except that of the gradient   the same, but the gradient is loaded element by element
     otherwise                                               masks
 
-DDP packs gradients without padding. So a bias of odd length misaligns the gradients after it, and only these are
-slower. `STATE` is the dtype of the arithmetic. Scalars that may change between steps (learning rate, scale, found_inf)
-are read on the device. As arguments they would be constants in a captured graph, and Triton would compile a separate
-kernel for the value 1.
+DDP packs gradients without padding. A bias of odd length therefore misaligns the gradients after it, and only these
+are slower. `STATE` is the dtype of the arithmetic. Scalars that may change between steps (learning rate, scale,
+found_inf) are read on the device. As arguments they would be constants in a captured graph, and Triton would compile
+a separate kernel for the value 1.
 
 With `TRITON_INTERPRET=1` set before Python starts, the kernels run on CPU tensors, one program after another. The
 interpreter (Triton 3.9) truncates in a bfloat16 store, whereas a GPU rounds to nearest.
@@ -44,9 +44,9 @@ _SUMS_PER_STEP = tl.constexpr(1024)
 
 @triton.jit
 def _pointers(address, offsets, DTYPE, IS_ALIGNED):
-    """Return pointers to elements, which allow loads of 128 bits if `IS_ALIGNED`.
+    """Return pointers to elements, with an alignment hint for 128-bit loads if `IS_ALIGNED` is set.
 
-    The caller guarantees with `IS_ALIGNED` that the address is a multiple of 16 bytes.
+    By setting `IS_ALIGNED`, the caller guarantees that the address is a multiple of 16 bytes.
     """
     # The compiler applies the guarantee to all uses of a pointer, so every branch creates its own pointer.
     base = address.to(tl.pointer_type(DTYPE))
