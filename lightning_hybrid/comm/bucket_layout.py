@@ -17,7 +17,7 @@ MIB = 1024 * KIB
 # Size at which torch's DistributedDataParallel closes its first bucket.
 DDP_FIRST_BUCKET_BYTES = MIB
 
-# Chunks and shards of chunks begin at multiples of this many elements, so that they are aligned for vector instructions.
+# Chunks and shards of chunks begin at multiples of this many elements, to be aligned for vector instructions.
 ALIGNMENT = 16
 
 # A rank sends its tensor to every other rank ("exchange") if it sends at most this many bytes in total. On 4 nodes at

@@ -11,7 +11,7 @@ all gradients does not overflow, so `before` is 1, which saves a pass over memor
 
 NCCL adds in the wire dtype and rounds at every addition. Over Gloo, 16-bit tensors are added in fp32 inside a node and
 rounded once. Therefore the accuracy measured on CPUs does not apply to GPUs. Overflow does not depend on the backend:
-at 2,048 ranks, any partial sum is at most 32 times the largest gradient, and inf and nan survive additions in any order.
+at 2,048 ranks, partial sums are at most 32 times the largest gradient, and inf and nan survive additions in any order.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Diagnosis of a hanging collective, which finds the rank at fault from the status of every rank."""
+"""Diagnosis of a hanging collective, which identifies the rank at fault by every rank's status."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, m
 
 Key = TypeVar("Key")
 
-# Prefix of the `place` of a rank whose engine is idle. The current activity of its caller follows.
+# Prefix of the `place` of a rank whose engine is idle, followed by the current activity of the engine's caller.
 IDLE = "with no bucket in flight"
 
-# `place` of a rank that waits for its device, or whose device is busy for long, outside of any bucket.
+# `place` of a rank without buckets in flight that waits for its device, or whose device has been busy for a long time.
 BEHIND_DEVICE = "waiting for its device, with no bucket in flight"
 
-# Numbers of list entries that a message shows.
+# Maximum numbers of list entries in a message.
 _MAX_RANKS = 5
 _MAX_HOSTS = 4
 _MAX_PLACES = 8
@@ -30,11 +30,11 @@ class RankStatus:
     Args:
         num_submitted: Number of buckets submitted since the engine was created.
         order: Hash of these buckets and of their order.
-        place: Current activity, in words.
+        place: Description of the current activity.
         recent: Latest of these buckets, oldest first.
         has_left: Whether the rank has closed its engine.
-        is_inside: Whether the oldest bucket in flight, or the rank itself, is inside a collective. False: the bucket
-            waits for its turn, or the rank computes.
+        is_inside: Whether the oldest bucket in flight, or the rank itself, is inside a collective. It is False while
+            the bucket waits for its turn, or the rank computes.
         liveness: Liveness of the hosts at other addresses, as seen from this rank.
     """
 

@@ -111,7 +111,7 @@ class CommTrace:
             self.phases.enter(phase)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context that counts time inside it as waiting for other ranks, if phases are measured."""
+        """Count the time inside the returned context as waiting for other ranks."""
         if self.phases is None:
             return _NOTHING
         return self._wait_phase(self.phases)
