@@ -68,7 +68,7 @@ def end_waits(group: dist.ProcessGroup) -> None:
     """
     peers = set(range(group.size())) - {group.rank()}
     for rank in peers:
-        # RuntimeError: the receive timed out, or the connection was already closed. Other connections may still be open.
+        # RuntimeError: the receive timed out, or the connection was already closed. Others may still be open.
         with suppress(RuntimeError):
             request = group.recv([torch.empty(1)], rank, _UNUSED_TAG)
             request.wait(timedelta(milliseconds=1))
