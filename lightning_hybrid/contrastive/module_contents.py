@@ -1,4 +1,4 @@
-"""Search for all submodules and random number generators that a module can reach."""
+"""Search for the modules and random number generators that a module's code can reach."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ModuleContents:
     """Modules and random number generators that a module's code can reach through attributes.
 
     Attributes:
-        modules: The module itself, its submodules, and modules in lists or plain objects, such as a teacher that is
-            kept out of checkpoints.
-        streams: Generators of torch, NumPy and Python.
+        modules: The module itself, its submodules, and modules in lists or plain objects, such as a teacher that should
+            not be part of checkpoints.
+        streams: Random number generators of torch, NumPy and Python.
     """
 
     modules: list[nn.Module]
@@ -69,7 +69,7 @@ class ModuleContents:
             for neighbour in reversed(_neighbours(value, depth)):
                 is_empty = (
                     type(neighbour) in (dict, OrderedDict) and not neighbour
-                )  # most attributes of modules
+                )  # this covers most attributes of modules
                 if not is_empty and type(neighbour) not in _LEAF_TYPES:
                     stack.append((neighbour, depth + 1))
         return contents
@@ -129,7 +129,7 @@ class RandomStreams:
 
     @contextmanager
     def at(self, states: list[Any]) -> Iterator[None]:
-        """Set the generators to earlier states within the context, and restore the current states on exit."""
+        """Set all generators to earlier states within a context, and restore their states on exit."""
         current_states = self.states()
         self._restore(states)
         try:
