@@ -1,8 +1,8 @@
 """Exact mid-epoch resume for a user's `DataLoader`, with the same samples and random numbers.
 
-    index lists         are drawn from the user's sampler. A resumed run draws the earlier lists again and discards them.
-    global generators   of random numbers are seeded by (seed, epoch, cycle, batch). For the content of a batch, they are
-                        also seeded by the rank, in the worker that reads the batch.
+    index lists         are drawn from the user's sampler. A resumed run draws earlier lists again and discards them.
+    global generators   of random numbers are seeded by (seed, epoch, cycle, batch). For the content of a batch, the
+                        seed includes the rank, and is set in the worker that reads the batch.
     sampler generators  are saved with their state at the beginning of the iteration.
     checksums           of the index lists are saved. If a resumed order differs, an error is raised on every rank.
 

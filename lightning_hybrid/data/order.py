@@ -327,7 +327,7 @@ class ResumableLoader(ABC):
                 )
 
     def __len__(self) -> int:
-        # Lightning calls this method after it has read a checkpoint, and before it checks whether training has ended.
+        # Lightning calls this method after it has read a checkpoint, and before it checks whether epochs are left.
         if self.trainer is not None:
             uncount_cut_epoch(self.trainer)
         return self.order.num_batches
