@@ -1,4 +1,4 @@
-"""Report, before training, of weights, activations and gradients that fp16 cannot represent."""
+"""Report on weights, activations and gradients that fp16 cannot represent."""
 
 from __future__ import annotations
 

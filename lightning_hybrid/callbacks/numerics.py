@@ -354,7 +354,7 @@ class NumericsMonitor(Callback):
     def _save(
         self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool
     ) -> str:
-        """Save the state if that was not done before, and return a sentence for the error message."""
+        """Save the state at most once, and return a sentence that the error message should contain."""
         if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
             return ""
         self._has_saved = True

@@ -1,4 +1,4 @@
-"""Callback that checks that all ranks hold the same weights, optimizer state and data order."""
+"""Callback for checking that all ranks have the same weights, optimizer state and data order."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class _RankState(NamedTuple):
 
 
 class ReplicaCheck(Callback):
-    """Callback that regularly checks that weights and optimizer state are bit-identical on all ranks.
+    """Callback for checking regularly that weights and optimizer state are identical on all ranks.
 
-    The check also covers the loss scales and the settings that determine the data order: seed,
-    epoch and number of shards (`order_of`). Ranks can diverge after a bit flip, if some code runs
-    only on some ranks, or if ranks load different libraries or checkpoints.
+    All bits are compared. The check also covers the loss scales and the settings that determine the
+    data order: seed, epoch and number of shards (`order_of`). Ranks can diverge after a bit flip,
+    if some code runs only on some ranks, or if ranks load different libraries or checkpoints.
 
         c_r = fingerprint of (fingerprints of tensors 0, 1, ..., tensor names, data order)           on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b

@@ -1,4 +1,4 @@
-"""Choice of bucket sizes, and of the all-reduce algorithm and the number of chunks of each bucket."""
+"""Communication plan: bucket sizes, and the all-reduce algorithm and chunks of each bucket."""
 
 from __future__ import annotations
 

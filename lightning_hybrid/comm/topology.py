@@ -233,12 +233,12 @@ class ReplicaSets:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes on which this rank's set has ranks."""
+        """Number of nodes that have ranks of this rank's set."""
         return self.own.num_nodes
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Number of this rank's set's ranks on each node, or None if the number differs between nodes."""
+        """Number of ranks per node in this rank's set, or None if it differs between nodes."""
         return self.own.ranks_per_node
 
     @property
@@ -266,7 +266,7 @@ class ReplicaSets:
         return Topology(rank=set_rank, nodes=tuple(sorted(nodes)))
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Partition each set into groups of global ranks that communicate with each other in a scope."""
+        """Partition each set into groups of ranks that communicate with each other, by global rank."""
         groups = []
         for ranks in self.sets:
             for indices in self._of(ranks).partition(scope):

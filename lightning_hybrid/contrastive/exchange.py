@@ -48,7 +48,7 @@ class TreeSum(Generic[Value]):
         self._branches.append((level, term))
 
     def total(self) -> Value:
-        """Return the sum of all terms. At least one term must have been added."""
+        """Return the sum of all terms, after at least one term was added."""
         total = self._branches[-1][1]
         for _, branch in reversed(self._branches[:-1]):
             total = self._add(branch, total)

@@ -1,4 +1,4 @@
-"""Capture of the state on which a module's output depends, so that a forward can be repeated exactly.
+"""Capture of the state that determines a module's output, for exact repetition of a forward pass.
 
 * `Buffers`: running statistics, queues, vectors of spectral norm.
     * `Parameters`: trained parameters, which are swapped for separate leaves, and frozen parameters.

@@ -65,7 +65,7 @@ class Reader(Protocol):
 
     @property
     def reads_to_end(self) -> bool:
-        """True if the loop requests another batch after the last one of a loader with a length."""
+        """True if the loop reads a loader until it is exhausted, even if its length is known."""
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
         """Return whether the training loop, rather than user code, holds this iterator."""
@@ -504,7 +504,7 @@ class ExactResume:
             )
 
     def _possible_seed(self) -> str:
-        """Return a sentence if different seeds may be the cause of an error, or an empty string."""
+        """Return a hint that different seeds may be the cause of an error, or an empty string."""
         saved_seed = self._seed_of_checkpoint
         # Larger seeds are chosen by torch, in runs without `seed_everything`.
         if saved_seed == self._seed_of_script or saved_seed >= 2**32:

@@ -232,7 +232,7 @@ class IndexLists:
 
 
 def _checksum_of_index(index: Any, before: int) -> int:
-    """Update a checksum of index lists with the list `index`, and return it."""
+    """Return the checksum `before` of earlier index lists, updated with the list `index`."""
     numbers = index if isinstance(index, list | tuple) else [index]
     try:
         return zlib.crc32(array("q", numbers), before)

@@ -154,7 +154,7 @@ class EpochOrder:
         return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
 
     def share(self, permutation: Indices, batch: int) -> Indices:
-        """Return the image indices of this rank's batch with index `batch` in the epoch.
+        """Return the image indices of a batch of this rank, given the batch's index in the epoch.
 
         The result is a view of the permutation.
         """

@@ -140,7 +140,7 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """True if newly created data loaders are training loaders, which holds until hosts connect.
+        """True as long as newly created data loaders are training loaders, until hosts connect.
 
         Loaders that are created later belong to callbacks.
         """
@@ -167,7 +167,7 @@ class ElasticFit:
 
     @property
     def is_in_step(self) -> bool:
-        """True during an attempt of a step."""
+        """True while an optimizer step is being attempted."""
         return self._logs is not None
 
     @property

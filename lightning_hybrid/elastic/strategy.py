@@ -228,7 +228,7 @@ class HybridElastic(HybridAllReduce):
 
     @property
     def is_global_zero(self) -> bool:
-        """True on the rank that writes logs and checkpoints, which is unique over all hosts."""
+        """True on the only rank of all hosts that writes logs and checkpoints."""
         if self._is_first is None:
             return super().is_global_zero
         return self._is_first

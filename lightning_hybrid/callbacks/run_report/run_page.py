@@ -132,7 +132,7 @@ def _draw_curves(panel: CurvePanel, title: str, lines: Curves, axes: Axes) -> No
 
 @dataclass(frozen=True)
 class _TimedBucket:
-    """Gradient bucket with its mean exposed and in-flight times in seconds per step."""
+    """Gradient bucket with its mean exposed time and mean time in flight, in seconds per step."""
 
     bucket: BucketSummary
     exposed_s: float

@@ -259,7 +259,7 @@ class _Comparison:
         )
 
     def judge(self, windows: Sequence[RankWindow]) -> list[str]:
-        """Evaluate a window, and return a warning for each rank or link that is now found slow."""
+        """Evaluate a window, and return a warning for each newly detected slow rank or link."""
         texts = []
         for slow_rank in self.slow_ranks.add(windows):
             texts.append(describe_slow_rank(slow_rank, self.hosts))

@@ -74,7 +74,7 @@ class Hosts:
 
 
 class WindowGather(Protocol):
-    """Interface of a gather that sends the step times of all ranks to the first rank of a group."""
+    """Interface for gathering the step times of all ranks on the first rank of a group."""
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
         """Send this rank's step times to the first rank, and return the windows received so far.
@@ -99,7 +99,7 @@ class HostGather:
         self._first_rank = first_rank_of(group)
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
-        """Gather the step times of all ranks on the first rank, and return an empty list elsewhere."""
+        """Gather the step times of all ranks on the first rank. On other ranks, the list is empty."""
         sent = torch.tensor(window.to_figures(), dtype=torch.float32)
         received = None
         if self._is_first:

@@ -34,7 +34,7 @@ Link = tuple[int, int]
 """Sending and receiving node."""
 
 Place = tuple[int | None, int | None]
-"""Sending and receiving node of a slow link. None: any, or unknown."""
+"""Sending and receiving node of a slow link. None means any node, or that the node is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

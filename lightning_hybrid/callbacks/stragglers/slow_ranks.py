@@ -111,7 +111,7 @@ def _suspect_in(
 
 
 def _error_s(windows: Sequence[RankWindow], rank: int) -> float:
-    """Return the uncertainty of the difference between a rank's wait and that of the others, in seconds."""
+    """Return the statistical uncertainty of how much less a rank waits than others, in seconds."""
     errors_s = [window.wait_error_s for window in windows]
     error_s = errors_s.pop(rank)
     return error_s + median(errors_s)

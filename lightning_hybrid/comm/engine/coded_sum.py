@@ -117,7 +117,7 @@ def _scatter(
     group: dist.ProcessGroup,
     by_backend: bool,
 ) -> None:
-    """Send row r of `departures` to rank r, for every r, and receive the other ranks' rows."""
+    """Exchange rows with all ranks: send row r to rank r, and receive one row from each rank."""
     if by_backend:
         dist.all_to_all_single(arrivals.view(-1), departures.view(-1), group=group)
         return

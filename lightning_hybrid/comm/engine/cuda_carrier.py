@@ -82,7 +82,7 @@ class CudaCarrier:
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Split a bucket into chunks, as determined by its plan, for a later call of `carry`.
+        """Split a bucket into the chunks of its plan, before `carry` enqueues them.
 
         Raises:
             RuntimeError: A CUDA graph is being captured.

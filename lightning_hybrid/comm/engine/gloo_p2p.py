@@ -213,7 +213,7 @@ def _add_up(
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a scratch buffer of this thread, which calls with the same name share.
+    """Return this thread's reusable scratch buffer with a given name.
 
     Buffers are reused, because allocating new memory pages takes more time than the computation. A buffer grows to the
     largest request for its name, and never shrinks.

@@ -48,7 +48,7 @@ class Job:
 
     @property
     def shard_alignment(self) -> int:
-        """Number of elements at whose multiples shards begin."""
+        """Alignment of shard boundaries, in elements."""
         if self.blocks is not None:
             return BLOCK
         if self.by_backend:

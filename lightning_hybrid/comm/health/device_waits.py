@@ -33,8 +33,9 @@ class DeviceWaits:
         self._query_thread: threading.Thread | None = None
 
     def stalled_s(self) -> float:
-        """Poll the device, and return for how many seconds it has not reached the current event.
+        """Poll the device, and return how long it has made no progress, in seconds.
 
+        This is the time since the current event was recorded, if the device has not reached the event.
         The result is 0 if the device has reached all events.
         """
         thread = self._query_thread

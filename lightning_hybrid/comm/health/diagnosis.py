@@ -1,4 +1,4 @@
-"""Diagnosis of a hanging collective, which identifies the rank at fault by every rank's status."""
+"""Diagnosis of hanging collectives, based on the status of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurement of the TCP bandwidth to other nodes, during the time in which data is being sent.
+"""Measurement of TCP bandwidth to other nodes, which counts only time in which data is sent.
 
     rate = bytes acknowledged / (time with unacknowledged data - time in which the receiver accepted no data)
 
@@ -51,7 +51,7 @@ class LinkRates:
             self._last = self._read()
 
     def take_slowest(self, num_steps: int) -> LinkRate:
-        """Return the bandwidth since the last call to the node with the slowest connection.
+        """Return the bandwidth of the slowest connection to another node, measured since the last call.
 
         Nodes that received far fewer bytes than others are ignored (see `slowest_rate`).
 

@@ -170,7 +170,7 @@ class SocketThread:
     # ---- what differs ------------------------------------------------------------------------------------------------
 
     def greet(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Process the first message of a connection. The base class rejects all messages.
+        """Process the first message of a connection, which the base class always rejects.
 
         Raises:
             MalformedError: The message is not a valid greeting.

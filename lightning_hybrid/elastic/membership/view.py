@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """Membership view: a numbered list of the ranks that train together until a host is lost or joins.
+    """Numbered list of the ranks that train together until a host joins or is lost.
 
     All members have the same view.
 
