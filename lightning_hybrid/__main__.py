@@ -33,12 +33,12 @@ COMPLETION = """_lightning_hybrid() {
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
-"""Bash completion script. It completes the name of the command, and asks Hydra for the keys of the command."""
+"""Bash completion script, which completes subcommands, and asks Hydra to complete the keys of a subcommand."""
 
 PACKAGE = Path(__file__).resolve().parent
 
 QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
-"""Optional packages that `quickstart` imports. They are checked here, because it is written like a user's script."""
+"""Optional packages that `quickstart` imports. They are checked here, because `quickstart` is written like a user's script."""
 
 
 def programs() -> dict[str, Path]:

@@ -18,7 +18,7 @@ from lightning_hybrid.optim.dtensor import local_shard
 from lightning_hybrid.run_status import run_status
 
 MOST_SAMPLES = 5
-"""Maximum number of samples that a description names."""
+"""Maximum number of samples listed in a description."""
 
 
 class LayerProbes:

@@ -213,7 +213,7 @@ INDEXED = {
         for name in TRUST_RATIOS
     },
 }
-"""Metrics that exist several times, by the name of the first.
+"""Metrics that may exist several times, by the name of the first one.
 
 They are the metrics of each bucket, by its position in the step, of each further optimizer in
 manual optimization, and of each further parameter group with trust ratios. The first optimizer and

@@ -31,13 +31,13 @@ from lightning_hybrid.run_status import run_status
 PROBE_AFTER = 20
 """Number of consecutive skipped steps after which layers are probed.
 
-A dynamic scale may need 16 to settle from 2**16.
+A dynamic loss scale that starts at 2**16 may need 16 skipped steps to settle.
 """
 
 STEPS_AT_FLOOR = 200
-"""Number of steps at the least loss scale before a warning.
+"""Number of steps at the minimum loss scale after which to warn.
 
-A short burst of overflows would be over by then.
+A short series of overflows ends earlier.
 """
 
 NUM_SAVED = 8

@@ -36,11 +36,11 @@ REQUEUE = 1000
 AT_ONCE_AFTER_S = 2.0
 """Seconds after which a second Ctrl-C stops the run at once.
 
-An earlier one may come from torchrun, which forwards the first.
+An earlier signal may come from torchrun, which forwards the first Ctrl-C.
 """
 
 REQUEUE_LIMIT_S = 30.0
-"""Seconds that `scontrol` may take. It is our choice: SLURM's own `MessageTimeout` is 10 s."""
+"""Seconds that `scontrol` may take. We chose this value. SLURM's own `MessageTimeout` is 10 s."""
 
 
 class StopOnSignal(Callback):

@@ -14,7 +14,7 @@ from lightning_hybrid.contrastive.embedding import Embedding
 from lightning_hybrid.contrastive.two_passes import SecondPass, TwoPasses
 
 _NUM_CHECKED_STEPS = 2
-"""Training steps in which user code is checked at length. Averages of weights first move in the second one."""
+"""Number of training steps with slow checks of user code. Averages of weights first change in the second step."""
 
 
 class GlobalBatch(nn.Module):

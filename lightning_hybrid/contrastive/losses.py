@@ -32,7 +32,7 @@ from lightning_hybrid.contrastive.pair_functions import (
 )
 
 _LARGEST_SCALE = 100.0
-"""Limit on a learnt scale of CLIP (Radford et al. 2021, section 2.5)."""
+"""Upper limit of the learnt scale, as in CLIP (Radford et al. 2021, section 2.5)."""
 
 
 class PairLoss(nn.Module):

@@ -26,13 +26,13 @@ _STREAM_TYPES = (
 )
 _LEAF_TYPES = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter})
 _MAX_ENTRIES = 1000
-"""Entries of a container up to which generators and modules are looked for in it. A memory bank has more."""
+"""Maximum size of a container that is searched for generators and modules. A memory bank has more entries."""
 _MAX_DEPTH = 3
-"""Steps from a module's attribute to attributes of that object, and so on."""
+"""Maximum depth of the search through attributes of attributes of a module."""
 _FOREIGN_PACKAGES = frozenset(
     {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "builtins"}
 )
-"""Packages whose objects are not searched: a Trainer leads to everything in a run."""
+"""Packages whose objects are not searched, because a Trainer refers to all objects of a run."""
 
 
 @dataclass(frozen=True)

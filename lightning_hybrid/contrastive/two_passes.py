@@ -29,9 +29,9 @@ from lightning_hybrid.contrastive.module_state import (
 from lightning_hybrid.contrastive.pair_functions import refuse_second_derivatives
 
 _TOLERANCE_ON_CPU = 1e-6
-"""Of the norm of embeddings. On a CPU the second pass has the bits of the first."""
+"""Tolerance relative to the norm of embeddings. On a CPU, the second pass reproduces the first pass bit for bit."""
 _TOLERANCE = 1e-2
-"""The same on other devices, where kernels may add in any order, and the first call may try several of them."""
+"""Tolerance on other devices, where kernels may add in any order, and the first call may try several kernels."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TwoPasses:
         )
         self._first_passes: list[_FirstPass] = []
         self.is_differentiable: list[bool] = []
-        """For each embedding: does it depend on a trained parameter?"""
+        """Whether each embedding depends on a trained parameter."""
 
     @property
     def trained(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 MAX_POINTS = 2000
 """Maximum number of points of a curve.
 
-The panels of a run's picture have one pixel for four of them.
+A plot in the run's picture has one pixel for every four points.
 """
 
 Point = tuple[int, float]

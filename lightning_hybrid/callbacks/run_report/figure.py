@@ -37,7 +37,7 @@ _DARK_COLOURS = {
     SERIES[4]: "#e3b341",
     SERIES[5]: "#a5a8ff",
 }
-"""Colours of dark pages, by those of light pages."""
+"""Colours in dark mode, by the corresponding colours in light mode."""
 
 
 def _css_rules() -> str:

@@ -21,7 +21,7 @@ Curves = Mapping[str, Points]
 MOST_BARS = 12
 """Maximum number of buckets in the picture.
 
-If there are more, those that were exposed longest are shown.
+If there are more buckets, those with the longest exposed times are shown.
 """
 
 

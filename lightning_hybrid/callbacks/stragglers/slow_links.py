@@ -22,13 +22,13 @@ from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.stats.phases import Phase
 
 SLOW_RATE = 0.75
-"""Share of the usual rate below which a link counts as slow."""
+"""Fraction of the usual rate below which a link is considered slow."""
 
 MIN_LINKS = 3
-"""Number of links from which on they are compared with one another, and not only with earlier windows."""
+"""Minimum number of links for a comparison between links. With fewer, each is compared only with earlier windows."""
 
 NUM_USUAL_WINDOWS = 20
-"""Number of the latest windows in which a link was not slow, whose median is its usual rate."""
+"""Number of latest windows without slowness from which a link's usual rate is computed, as their median."""
 
 Link = tuple[int, int]
 """Sending and receiving node."""

@@ -23,7 +23,7 @@ from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.stats.phases import Phase
 
 MIN_EXPLAINED = 0.5
-"""Share of the seconds for which a rank holds the others up that its own phases must explain."""
+"""Minimum fraction of the delay of the other ranks that the slow rank's own phases must explain."""
 
 _COMPUTING = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 

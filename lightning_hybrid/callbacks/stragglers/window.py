@@ -10,7 +10,7 @@ from lightning_hybrid.comm.health.link_rates import UNKNOWN_LINK, LinkRate
 from lightning_hybrid.comm.stats.phases import Phase, StepTimes
 
 NUM_FIGURES = 4 + len(Phase)
-"""Numbers of fp32 that each rank sends for a window: 40 bytes."""
+"""Number of fp32 values that each rank sends for a window, which take 40 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 PART_ALIGNMENT = 128
-"""Number of elements at whose multiples the parts of `flat` begin, as the backend and `gloo_p2p` require."""
+"""Alignment of the shards of `flat`, in elements, as required by the backend and by `gloo_p2p`."""
 
 
 def add_up_(job: Job, group: dist.ProcessGroup) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from lightning_hybrid.comm.health.tcp_info import TcpConnection, tcp_connections
 
 MIN_BYTES_PER_STEP = 64 * 1024
-"""Bytes below which the time of a message is latency, and its rate says nothing."""
+"""Minimum number of bytes per step. With fewer bytes, latency dominates, and the rate is meaningless."""
 
 MIN_SENDING_S = 0.02
-"""Seconds of sending in a window below which the kernel's clock, of about 4 ms, is too coarse."""
+"""Minimum sending time in a window, in seconds. For shorter times, the kernel's clock (about 4 ms) is too coarse."""
 
 
 @dataclass(frozen=True, kw_only=True)

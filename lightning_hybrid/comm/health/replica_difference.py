@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_hybrid.comm.health.diagnosis import grouped, name_ranks
 
 PART = "elements"
-"""Prefix of the name of a tensor part. If ranks share the update, only some ranks hold a part."""
+"""Prefix of the names of tensor shards. If ranks share the update, only some ranks hold a shard."""
 
 _MAX_GROUPS = 4
 _MAX_HOSTS = 3
