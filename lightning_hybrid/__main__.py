@@ -38,7 +38,7 @@ complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
 PACKAGE = Path(__file__).resolve().parent
 
 QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
-"""Optional packages that `quickstart` imports. They are checked here, because `quickstart` is written like a user's script."""
+"""Optional packages that `quickstart` imports. They are checked here, because it is written like a user script."""
 
 
 def programs() -> dict[str, Path]:

@@ -13,7 +13,7 @@ from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.stats.phases import Phase
 
 MAX_RATIO = 10.0
-"""Maximum ratio to the median that is shown. Above it, both times are shown, because a ratio to almost zero is useless."""
+"""Maximum ratio to the median that is shown. Above it, both times are shown, because the median is almost zero."""
 
 _VERBS = {
     Phase.INPUT: "waiting for data takes",
