@@ -1,6 +1,6 @@
 """Large-batch, mixed-precision data-parallel training for PyTorch Lightning.
 
-Importing this package registers the strategies with Lightning, under both of its import names, and with Fabric:
+Importing this package registers the strategies with Fabric and with Lightning, under both of Lightning's import names:
 
     import lightning_hybrid
     trainer = Trainer(strategy="hybrid_allreduce", precision="16-true")
@@ -67,7 +67,8 @@ register_everywhere()
 
 
 def __getattr__(name: str) -> object:
-    # Classes are imported at first use: every user pays for an import, and some use `pytorch_lightning` or Fabric.
+    # Classes are imported at first use, because imports take time and users of `pytorch_lightning` or Fabric do not
+    # need these classes.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module_name = _MODULE_OF_CLASS.get(name, "flavours.lightning_pytorch")

@@ -3,8 +3,8 @@
     lightning-hybrid train trainer.devices=4
     torchrun --nproc-per-node=4 -m lightning_hybrid train
 
-A wheel holds `recipes` and `conf` in a folder of this package. Nothing here imports torch, which takes seconds, so that
-help texts and errors about misspelt commands appear at once.
+A wheel holds `recipes` and `conf` in a folder of this package. This module does not import torch, which takes seconds.
+Help texts and errors about misspelt commands therefore appear at once.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ COMPLETION = """_lightning_hybrid() {
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
-"""Bash completion script. It completes the name of the command, and asks Hydra for the keys of the command."""
+"""Bash completion script, which completes subcommands, and asks Hydra to complete the keys of a subcommand."""
 
 PACKAGE = Path(__file__).resolve().parent
 
 QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
-"""Optional packages that `quickstart` imports. They are checked here, because it is written like a user's script."""
+"""Optional packages that `quickstart` imports. They are checked here, because it is written like a user script."""
 
 
 def programs() -> dict[str, Path]:
-    """Return the path of each subcommand's program by name, from the wheel or the source checkout."""
+    """Return a dictionary that maps each subcommand to the path of its program.
+
+    The programs are in the wheel or in the source checkout.
+    """
     recipes = PACKAGE / "_app" / "recipes"  # in a wheel
     if not recipes.is_dir():
         recipes = PACKAGE.parent / "recipes"
@@ -55,9 +58,9 @@ def docstring_of(path: Path) -> str:
 
 
 def usage() -> str:
-    """Return the help text of the console command, with one line for each subcommand.
+    """Return the help text of the console command, with a one-line summary of each subcommand.
 
-    The line is the beginning of the docstring of the subcommand's program.
+    The summary is the beginning of the docstring of the subcommand's program.
     """
     lines = [
         "Train large batches with PyTorch Lightning.",
@@ -78,7 +81,7 @@ def usage() -> str:
 
 
 def version() -> str:
-    """Return the version of the package without importing the package."""
+    """Return the version of `lightning_hybrid` without importing it."""
     match = re.search(r'__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text())
     if match is None:
         return "unknown"
@@ -103,7 +106,7 @@ def answer(words: list[str], names: list[str]) -> str | None:
 def main() -> None:
     """Run the recipe program named by the first command-line argument.
 
-    It runs as with `python recipes/<name>.py`.
+    The effect is that of `python recipes/<name>.py`.
     """
     words = sys.argv[1:]
     files = programs()

@@ -14,14 +14,14 @@ from typing import IO, Any
 def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
     """Yield a temporary path and rename it to `path` if the `with` block ends without an error.
 
-    The temporary path is in the same folder. If the process is killed at any moment, `path` holds either the old or the
-    new content. After an error, no temporary file is left. Content that must survive a power failure needs `sync` in
+    The temporary path is in the same folder. Even if the process is killed, `path` holds either the old or the new
+    content. After an error, the temporary file is deleted. If the content must survive a power failure, call `sync` in
     the block and `sync_directory` after it.
 
     Args:
         path: File to replace or create. Its folder must exist.
-        has_rivals: Whether several processes may write this file at the same time. Each then uses its own temporary
-            name.
+        has_rivals: Whether several processes may write this file at the same time. If so, each process uses its own
+            temporary name.
 
     >>> path = Path(tempfile.mkdtemp()) / "some.txt"
     >>> with atomic_path(path) as part:
@@ -44,7 +44,7 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
 
 
 def part_path(path: Path) -> Path:
-    """Return the path of the temporary file that replaces `path` once it is complete."""
+    """Return the path of the temporary file that `atomic_path` later renames to `path`."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -57,7 +57,7 @@ def sync(file: IO[Any]) -> None:
 def sync_directory(folder: Path) -> None:
     """Sync a directory to disk, so that renames in it survive a power failure.
 
-    It does nothing if directories cannot be opened, as on Windows.
+    If directories cannot be opened, as on Windows, the function does nothing.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -70,6 +70,6 @@ def sync_directory(folder: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a file if possible, and ignore errors such as a missing file."""
+    """Remove a file, ignoring errors such as a missing file."""
     with suppress(OSError):
         path.unlink(missing_ok=True)

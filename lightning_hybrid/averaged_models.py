@@ -1,4 +1,4 @@
-"""Lookup of the averaged models held by Lightning's callbacks, such as EMA and SWA."""
+"""Lookup of the averaged models of Lightning's EMA, SWA and similar callbacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lightning_hybrid.lightning_names import lightning_types
 
 
 def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
-    """Return the averaged models of Lightning's weight-averaging callbacks, as the callbacks store them.
+    """Return the averaged models of Lightning's weight-averaging callbacks.
+
+    The models may be wrapped in `AveragedModel`. `averages_of` returns them without the wrapper.
 
     Args:
         callbacks: Callbacks of the trainer.
@@ -30,7 +32,7 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
 
 
 def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
-    """Return the averaged models of EMA, SWA and similar callbacks, without `AveragedModel` wrappers."""
+    """Return the averaged models of EMA, SWA and similar callbacks, unwrapped from `AveragedModel`."""
     modules = []
     for average in average_models(callbacks, "StochasticWeightAveraging"):
         if isinstance(average, AveragedModel):

@@ -1,4 +1,4 @@
-"""Functions that count the samples of a batch and split it along the batch dimension.
+"""Utilities that count the samples of a batch and split it along the batch dimension.
 
 A batch may consist of nested containers:
 
@@ -7,7 +7,7 @@ lists, tuples             an entry for each sample (texts, names), or a containe
 mappings, named tuples,
 dataclasses               a container of columns
 numbers, texts, None      constants, the same in every slice
-arrays of one row         also constants, if other arrays have more rows
+arrays with one row       also constants, if other arrays have more rows
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BatchPart(NamedTuple):
 def split_rows(batch: Any, size: int) -> list[BatchPart]:
     """Split a batch along the batch dimension into slices of `size` samples.
 
-    The last slice has the remaining samples.
+    The last slice holds the remaining samples, which may be fewer.
 
     Raises:
         ValueError: The number of rows is unknown, or the batch holds an object that cannot be split.
@@ -58,8 +58,8 @@ def split_rows(batch: Any, size: int) -> list[BatchPart]:
 def count_rows(batch: Any) -> int:
     """Return the number of samples in a batch.
 
-    Tensors and arrays determine the number. If there are none, or if they are single samples of different lengths,
-    lists determine it.
+    The number is the length of the tensors and arrays. If there are none, or if they are single samples of different
+    lengths, the number is determined by the lists.
 
     Raises:
         ValueError: Tensors, arrays or lists disagree, or the batch holds an object whose samples cannot be counted.
@@ -99,7 +99,7 @@ def count_rows(batch: Any) -> int:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Return a batch with copies of its tensors and arrays, so that in-place operations are safe.
+    """Copy a batch and its tensors and arrays, so that in-place operations do not change the original.
 
     >>> images = Tensor([1, 2])
     >>> copy_batch([images])[0].zero_(), images
@@ -146,7 +146,7 @@ def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
     """Return whether a list holds one entry per sample, rather than columns such as `[images, labels]`.
 
     Raises:
-        ValueError: The list could be either.
+        ValueError: The list is ambiguous.
     """
     if not _is_list(value) or len(value) != num_rows:
         return False
@@ -186,8 +186,8 @@ def _lengths_of_lists(batch: Any) -> set[int]:
     lengths = {len(entry) for entry in batch}
     if len(lengths) > 1:
         return lengths
-    # The lists are columns of texts, as loaders return them, or pairs of texts, as data sets return them. The larger
-    # of the two lengths is the number of samples, because a batch has more samples than a sample has fields.
+    # The batch is a list of columns, as loaders return it, or a list of samples, as data sets return it. The larger of
+    # the two lengths is the number of samples, because a batch has more samples than a sample has fields.
     return {max(len(batch), *lengths)}
 
 
@@ -227,7 +227,9 @@ def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
         if not isinstance(value, MutableMapping):
             mapping_type: Any = type(value)
             return mapping_type(changed)
-        duplicate = copy.copy(value)  # a tokenizer's mapping has attributes besides its entries
+        duplicate = copy.copy(
+            value
+        )  # a tokenizer's mapping has attributes in addition to its entries
         for key, entry in changed.items():
             duplicate[key] = entry
         return duplicate

@@ -1,6 +1,7 @@
 """Validation of user input.
 
-Each error names the argument, its value and the rule. `why` is the reason, and usually a second sentence with the cure.
+Each error names the argument, its value and the rule. The argument `why` of the functions is the reason, usually
+followed by a second sentence that says what to do.
 """
 
 import difflib
@@ -36,9 +37,9 @@ def _number_in(text: str) -> int | float | str:
 
 
 def make_whole(instance: Any, *fields: str) -> None:
-    """Convert dataclass fields in place to plain Python values, and integral floats to integers.
+    """Convert fields of a dataclass in place to plain Python values, with integral floats as integers.
 
-    YAML and Python read 1e6 as a float. The dataclass may be frozen.
+    This lets users write 1e6 for an integer, which YAML and Python read as a float. The dataclass may be frozen.
     """
     make_plain(instance, *fields)
     for field in fields:
@@ -76,7 +77,7 @@ def require_number(
 
 
 def require_positive(name: str, value: float, why: str) -> None:
-    """Raise `ValueError` unless `value` is a positive number, which may be infinite.
+    """Raise `ValueError` unless `value` is a positive number or infinity.
 
     >>> require_positive("bytes_per_s", 0.0, "it is a rate")
     Traceback (most recent call last):
@@ -94,9 +95,9 @@ def require_share(name: str, value: float, why: str) -> None:
 
 
 def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str = "") -> None:
-    """Raise `ValueError` unless `value` is an integer of at least `least`.
+    """Raise `ValueError` unless `value` is an integer that is at least `least`.
 
-    The error message names the `unit`, if there is one.
+    The error message includes `unit`, unless it is empty.
 
     >>> require_whole("num_nodes", 1.5, "nodes are counted")
     Traceback (most recent call last):
@@ -114,7 +115,7 @@ def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str 
 def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:
     """Raise `ValueError` unless `value` is one of `choices`.
 
-    Other types are compared by identity: the number 1 is not accepted for True.
+    The number 1 is not accepted for True, although the two are equal in Python.
 
     >>> require_choice("nesterov", "yes", (True, False), "it is a switch")
     Traceback (most recent call last):
@@ -129,7 +130,7 @@ def require_choice(name: str, value: Any, choices: Collection[Any], why: str) ->
 
 
 def did_you_mean(value: Any, choices: Collection[Any]) -> str:
-    """Return a sentence that suggests the choice most similar to `value`, or an empty string.
+    """Return a "Did you mean ...?" sentence with the choice closest to `value`, or an empty string.
 
     >>> did_you_mean("hierachical", ["flat", "hierarchical"]), did_you_mean("x", ["flat"])
     (" Did you mean 'hierarchical'?", '')

@@ -32,7 +32,7 @@ def _table_line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Format a number of bytes in B, KiB or MiB.
+    """Format a number of bytes as text in B, KiB or MiB.
 
     >>> size(4096), size(8 * MIB), size(102_228_128), size(1000)
     ('4 KiB', '8 MiB', '97.5 MiB', '1000 B')

@@ -3,9 +3,9 @@
     lightning.pytorch, lightning.fabric         import lightning
     pytorch_lightning, lightning_fabric         import pytorch_lightning
 
-The two distributions share no class, so `isinstance` and `except` tell their classes apart. Code that must work with
-both does not import either. It looks up the names that it needs here, at run time. Only packages that the process has
-already imported are searched.
+The two distributions share no classes, so `isinstance` and `except` do not match a class of one distribution with the
+same class of the other. Code that must work with both imports neither of them. Instead, it looks up names at run time
+with the functions of this module, which search only packages that the process has already imported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def lightning_function(name: str) -> Any:
 def lightning_error(name: str, *args: object) -> BaseException:
     """Create an error that is an instance of the class `name` of every imported Lightning package.
 
-    User code can therefore catch the error with the class of the package that it imports. If no Lightning package has
+    User code can therefore catch the error by the class of whichever package it imports. If no Lightning package has
     been imported, the error is a `RuntimeError`.
 
     >>> from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -70,7 +70,7 @@ def lightning_error(name: str, *args: object) -> BaseException:
 
 
 def misconfiguration(message: str) -> BaseException:
-    """Create a `MisconfigurationException`, Lightning's error for invalid options, without raising it."""
+    """Create, but do not raise, a `MisconfigurationException`, Lightning's error for invalid options."""
     return lightning_error("fabric.utilities.exceptions.MisconfigurationException", message)
 
 
@@ -88,7 +88,7 @@ def is_overridden(method: str, instance: object, kind: str) -> bool:
     types = lightning_types(kind)
     parents = [parent for parent in types if isinstance(instance, parent)]
     if not parents:
-        # Like Lightning, compare an instance that derives from neither class with the first class.
+        # An instance that derives from none of these classes is compared with the first one, as in Lightning.
         parents = list(types[:1])
     return any(overrides_parent(method, instance, parent) for parent in parents)
 

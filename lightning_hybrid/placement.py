@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 BLOCK = 1 << 14
-"""Number of elements of a block. The C++ passes sum squares per block. The Triton kernels use smaller chunks, whose
-size divides it."""
+"""Number of elements of a block. The C++ passes sum squares per block. The Triton kernels use smaller chunks. The
+chunk size divides the block size."""
 
 
 _IGNORED_KEY = "_ddp_params_and_buffers_to_ignore"  # attribute of a module that DDP reads
@@ -24,7 +24,7 @@ _IGNORED_KEY = "_ddp_params_and_buffers_to_ignore"  # attribute of a module that
 class Part:
     """Shard of a tensor that this rank holds, as a range of elements in memory order.
 
-    The shard holds the elements from `begin` up to `end`, without `end`.
+    The shard holds the elements from `begin` up to, but not including, `end`.
 
     Attributes:
         numel: Number of elements of the full tensor.
@@ -63,9 +63,9 @@ class Part:
 def spans(numel: int, num_parts: int, block: int = BLOCK) -> list[tuple[int, int]]:
     """Split `numel` elements into `num_parts` ranges `(begin, end)` of nearly equal size.
 
-    The boundaries are multiples of `block`. The ranges are in order, and each element is in exactly one range. If there
+    The ranges are consecutive and cover all elements. All boundaries except the last are multiples of `block`. If there
     are fewer blocks than ranges, some ranges are empty. If the number of blocks is not divisible by `num_parts`, later
-    ranges tend to get one block more, because the last block may be short.
+    ranges tend to get the additional blocks, because the last block may be short.
 
     >>> spans(10, 2, block=4), spans(3, 2, block=4)
     ([(0, 4), (4, 10)], [(0, 0), (0, 3)])
@@ -95,7 +95,8 @@ def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:
 def flattened(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the elements of `tensor` as a 1-D tensor, in the memory order of `like`.
 
-    Both tensors have the same shape. The result is a view if they have the same strides and no gaps, else a copy.
+    Both tensors must have the same shape. The result is a view if they have the same strides and no gaps, otherwise it
+    is a copy.
 
     >>> import torch; like = torch.zeros(2, 3).T
     >>> flattened(torch.arange(6).view(3, 2), like)
@@ -146,11 +147,11 @@ def with_entries(
 
 @contextmanager
 def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Make DDP ignore the parameters and buffers in `names` within the `with` block.
+    """Make DDP ignore the named parameters and buffers within the `with` block.
 
     Parameters and buffers that the module already ignores stay ignored.
     """
-    was_set = _IGNORED_KEY in vars(module)  # An attribute of the class does not count.
+    was_set = _IGNORED_KEY in vars(module)  # on the instance, not on its class
     ignored_before = getattr(module, _IGNORED_KEY, ())
     requested = set(names)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -178,6 +179,6 @@ def broadcast_first_(tensors: list[Tensor], group: dist.ProcessGroup | None = No
     if group is None:
         group = dist.group.WORLD
     if tensors and group is not None:
-        # Tensors are flattened into buffers of DDP's size, because NCCL rejects tensors that are not contiguous and a
-        # call for each tensor would be slow.
+        # Tensors are flattened into buffers of the size that DDP uses. NCCL rejects tensors that are not contiguous,
+        # and a broadcast for each tensor would be slow.
         dist._broadcast_coalesced(group, tensors, 25 * 2**20, 0)

@@ -1,4 +1,4 @@
-"""Status of a training run for callbacks, with typed fields for precision and communication."""
+"""Status of a training run that the strategy shares with callbacks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 class RunStatus:
     """Read-only status of a training run under `HybridAllReduceStrategy`, for callbacks.
 
-    Under other strategies every field except `has_grad_scaler` has its default.
+    With other strategies, every field except `has_grad_scaler` has its default value.
 
     Args:
         optimizer_steps: Loss scale and step counters of each optimizer. Empty unless training in half precision.
-        window: Object that swaps half-precision and fp32 parameters around each training step. None: no half precision.
+        window: Object that swaps half-precision and fp32 parameters around each training step. None if training is not
+            in half precision.
         has_grad_scaler: Whether Lightning scales the loss (`precision="16-mixed"`).
-        comm_trace: Communication counters and timings of the current training run. None: no training is running.
+        comm_trace: Communication counters and timings of the current training run. None if no training is running.
         communication_plan: One-line description of ranks, nodes, buckets and algorithms, once they are known.
         master_parts: fp32 values of the shard that this rank updates, by the `id` of the parameter. Only parameters
             with a sharded update have an entry.
@@ -43,18 +44,18 @@ class RunStatus:
             hold equal shards.
         update_context: Function that returns a context for an optimizer. Within it, the optimizer holds the shards
             that this rank updates instead of the full parameters.
-        own_state: Function that returns a context. Within it, state dicts of the module hold this rank's slices of
-            tensor-parallel layers, so that no communication is needed.
+        own_state: Function that returns a context. Within it, state dicts of the module hold only this rank's slices
+            of tensor-parallel layers, and need no communication.
         link_bytes_per_s: Bandwidth of a node's link, if the user set it.
-        repeats_batch: Whether the current batch of this rank repeats an earlier one only to join the other ranks' step
-            (`uneven_batches="join"`). Its gradients do not count.
-        replica_group: Ranks that hold the same stage of a pipeline. None: all ranks.
-        node_group: Ranks of the node, while nodes train independently. None: nodes do not train independently.
-        verdict_group: Ranks that skip the same steps, throughout the run. None: all ranks.
-        num_shards: Number of batches in a step over all hosts of an elastic run. None: the run is not elastic.
-        num_ranks: Number of ranks on all present hosts of an elastic run. None: the run is not elastic.
-        gather_over_hosts: Function of an elastic run that gathers a value from each rank of all present hosts, or
-            returns None. See `Views.gather`.
+        repeats_batch: Whether this rank repeats an earlier batch only to join the other ranks' step, with
+            `uneven_batches="join"`. The gradients of a repeated batch do not count.
+        replica_group: Ranks that hold the same stage of a pipeline. None means all ranks.
+        node_group: Ranks of the node while nodes train independently, otherwise None.
+        verdict_group: Ranks that skip the same steps throughout the run. None means all ranks.
+        num_shards: Number of batches in a step over all hosts of an elastic run, otherwise None.
+        num_ranks: Number of ranks on all present hosts of an elastic run, otherwise None.
+        gather_over_hosts: Function that gathers a value from each rank of all present hosts of an elastic run, see
+            `Views.gather`. None if the run is not elastic.
     """
 
     optimizer_steps: Sequence[OptimizerStepState] = ()
@@ -78,7 +79,7 @@ class RunStatus:
 
     @property
     def loss_scales(self) -> list[LossScale]:
-        """Loss scales of all optimizers, or an empty list if no loss scaling is used, as with bf16."""
+        """Loss scales of all optimizers, or an empty list without loss scaling, as with bf16."""
         scales = []
         for state in self.optimizer_steps:
             if state.loss_scale is not None:
@@ -87,9 +88,9 @@ class RunStatus:
 
     @property
     def num_skipped_steps(self) -> int | None:
-        """Number of skipped steps of all optimizers, or None if training is not in half precision.
+        """Total number of skipped optimizer steps, or None if training is not in half precision.
 
-        Reading the property waits for the device.
+        Reading the property makes the host wait for the device.
         """
         if not self.optimizer_steps:
             return None
@@ -97,9 +98,9 @@ class RunStatus:
 
 
 def run_status(trainer: pl.Trainer) -> RunStatus:
-    """Return the status of the trainer's run.
+    """Return the `RunStatus` of the trainer's run.
 
-    Under Lightning's own strategies every field except `has_grad_scaler` has its default.
+    With Lightning's own strategies, every field except `has_grad_scaler` has its default value.
     """
     status: RunStatus | None = getattr(trainer.strategy, "run_status", None)
     if status is None:
@@ -113,10 +114,10 @@ def has_grad_scaler(plugin: Precision) -> bool:
 
 
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each tensor that must be identical on all ranks that hold it.
+    """Yield (name, tensor) pairs of all training state that must be identical across replicas.
 
-    These are parameters, master weights, optimizer state, loss scales and counts of skipped steps. A tensor whose name
-    begins with `PART` is a shard and is compared only between the ranks that hold the same shard.
+    The tensors are parameters, master weights, optimizer state, loss scales and counts of skipped steps. A name that
+    begins with `PART` marks a shard, which is compared only between the ranks that hold this shard.
     """
     module = trainer.strategy.lightning_module
     assert module is not None

@@ -1,4 +1,4 @@
-"""Lightning callbacks for metrics, run reports, weight averaging, checks and stops on signals."""
+"""Lightning callbacks for metrics, run reports, weight averaging, checks and stopping on signals."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -55,7 +55,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    # A module is imported at the first access, because some commands use this package without
+    # Modules are imported on first access, because some commands use this package without
     # Lightning.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

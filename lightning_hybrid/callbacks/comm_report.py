@@ -1,4 +1,4 @@
-"""Communication metrics of a run, formatted for loggers, for `summary.json` and as one line of text."""
+"""Formatting of communication metrics for loggers, for `summary.json` and as one line of text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
-    """Return the bytes that ranks communicate per step, as metrics for loggers.
+    """Return the number of bytes communicated per step, as metrics for loggers.
 
-    Bytes between nodes are included if there are several nodes, and the quantisation error if a
-    codec is used.
+    If there are several nodes, the metrics include the bytes sent between nodes. If a codec is
+    used, they include its quantisation error.
     """
     if not comm.num_steps:
         return {}
@@ -33,12 +33,12 @@ def clock_metrics(
 ) -> dict[str, float]:
     """Return the communication time per step and the achieved link bandwidth, as metrics for loggers.
 
-    Times are in seconds. The result is empty if no time was measured.
+    Times are in seconds. If no times were measured, the result is empty.
 
     Args:
-        comm: Communication of some steps.
-        elapsed_s: Time of these steps, in seconds.
-        link_bytes_per_s: Bandwidth of a node's link. None: unknown.
+        comm: Communication summary of some steps.
+        elapsed_s: Duration of these steps, in seconds.
+        link_bytes_per_s: Bandwidth of a node's link, or None if it is unknown.
     """
     if not comm.num_steps or comm.busy_s is None or comm.exposed_s is None:
         return {}
@@ -60,7 +60,7 @@ def clock_metrics(
 def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
     """Return the communication section of `summary.json` as a dictionary.
 
-    Values are None if a time was not measured, or if there is only one node.
+    Values that were not measured, or that need several nodes, are None.
     """
     return {
         "num_steps": comm.num_steps,
@@ -114,11 +114,11 @@ def describe(
     """Format a communication summary as one line of text.
 
     Args:
-        comm: Communication of all steps. None: not measured.
-        exposed_s: Exposed seconds per step, without the first steps of a run. None: show the mean
-            of all steps.
-        exposed_share: The exposed time as a fraction of the time of a step.
-        link_bytes_per_s: Bandwidth of a node's link. None: unknown.
+        comm: Communication summary of all steps, or None if it was not measured.
+        exposed_s: Exposed seconds per step, without the first steps of a run. If None, the mean of
+            all steps is shown.
+        exposed_share: Exposed time as a fraction of the step time.
+        link_bytes_per_s: Bandwidth of a node's link, or None if it is unknown.
 
     >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,
     ...                    least_bytes_across=2e6, bytes_across=3e6)

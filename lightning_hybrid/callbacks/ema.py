@@ -16,16 +16,16 @@ from lightning_hybrid.checks import plain_value, require_whole
 
 
 class HostCountedAverage(AveragedModel):
-    """`AveragedModel` that keeps its update counter on the host.
+    """`AveragedModel` that stores its update counter on the CPU, to avoid device synchronization.
 
     torch's own class reads the counter from the device twice in each update.
 
     Args:
-        averaged: Averaged model of torch. Its copy of the module is reused.
+        averaged: torch's `AveragedModel`, whose copy of the module is reused.
     """
 
     def __init__(self, averaged: AveragedModel) -> None:
-        # The constructor of `AveragedModel` would copy the module once more.
+        # The constructor of `AveragedModel` would copy the module again.
         nn.Module.__init__(self)
         self.module = averaged.module
         self.avg_fn = averaged.avg_fn
@@ -60,10 +60,10 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
         average <- decay * average + (1 - decay) * weight         fp32, after each step
 
-    Validation uses the average, and after `fit` the module holds it. Checkpoints hold the average
-    as their weights, and the trained weights under a separate key. In addition to Lightning's
-    class, this callback checks its arguments, and copies the average to the module even if no
-    training step was left to run.
+    Validation uses the average. When `fit` ends, the average is copied to the module. Checkpoints
+    contain the average as their weights, and the trained weights under a separate key. Unlike
+    Lightning's class, this callback checks its arguments, and it copies the average to the module
+    even if no training step was left to run.
 
     Args:
         decay: Fraction of the average that is kept at each update, between 0 and 1.
@@ -71,7 +71,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
             `use_buffers`, ...
 
     Raises:
-        ValueError: `decay` is not between 0 and 1. In `setup`: the strategy shards the module.
+        ValueError: `decay` is not between 0 and 1, or, in `setup`, the strategy shards the module.
     """
 
     def __init__(self, decay: float = 0.999, **kwargs: Any) -> None:
@@ -96,8 +96,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
                 "because the callback averages a copy of the module, but FSDP2 modules cannot be copied. Remove the "
                 "callback, or use another strategy."
             )
-        # Lightning would create the copy on the module's current device, because the module moves
-        # to the training device later.
+        # Lightning would create the copy on the module's current device, which is not yet the
+        # training device.
         device_of_user = self._device
         if self._device is None:
             self._device = trainer.strategy.root_device
@@ -118,7 +118,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the average to the module if no training step was left to run.
 
-        This is the case if a finished run is resumed only to be tested.
+        This happens if a finished run is resumed only to be tested.
         """
         if not self._is_handed_over and self._average_model is not None:
             self._copy_average_to_current(pl_module)

@@ -1,4 +1,4 @@
-"""Diagnosis of a numerical failure: description of the batch, first non-finite layer, and saved state."""
+"""Diagnostics for numerical failures: batch description, first non-finite layer, and saved state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hybrid.optim.dtensor import local_shard
 from lightning_hybrid.run_status import run_status
 
 MOST_SAMPLES = 5
-"""Maximum number of samples that a description names."""
+"""Maximum number of samples listed in a description."""
 
 
 class LayerProbes:
@@ -28,9 +28,7 @@ class LayerProbes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._magnitudes: list[
-            tuple[str, Tensor]
-        ] = []  # by layer, in the order in which layers ran
+        self._magnitudes: list[tuple[str, Tensor]] = []  # per layer, in execution order
         self._hooks = []
         for name, layer in module.named_modules():
             if name and not any(layer.children()):
@@ -50,7 +48,7 @@ class LayerProbes:
     def first_not_finite(self) -> str | None:
         """Return the name of the first layer whose output contained inf or nan, or None.
 
-        Layers are checked in the order in which they ran. The host waits for the device.
+        Layers are checked in execution order. The host waits for the device.
         """
         if not self._magnitudes:
             return None
@@ -69,9 +67,10 @@ class LayerProbes:
 
 @torch.no_grad()
 def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the largest absolute gradient of each trained parameter, or None if it has no gradient.
+    """Return the largest absolute gradient value of each trained parameter by name.
 
-    For a DTensor, only this rank's shard is measured.
+    The value is None if a parameter has no gradient. For a DTensor, only this rank's shard is
+    measured.
     """
     largest: dict[str, Tensor | None] = {}
     for name, parameter in module.named_parameters():
@@ -85,7 +84,7 @@ def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def describe_batch(batch: Any) -> tuple[str, bool]:
-    """Return a description of the tensors in a batch, and whether any value is inf or nan.
+    """Describe the tensors in a batch, and return whether any value is inf or nan.
 
     The host waits for the device.
 
@@ -117,7 +116,7 @@ def describe_batch(batch: Any) -> tuple[str, bool]:
 
 
 def first_of(values: Iterable[object], limit: int) -> str:
-    """Return at most `limit` values as comma-separated text, with an ellipsis if there are more.
+    """Join the first `limit` values with commas, followed by an ellipsis if there are more.
 
     >>> first_of([1, 2, 3], 2), first_of([1, 2], 2)
     ('1, 2, ...', '1, 2')
@@ -137,9 +136,9 @@ def save_state(
     error: str,
     history: list[tuple[int, float]],
 ) -> Path | None:
-    """Save the batch and the training state at a failure as `step<s>_rank<r>.pt`.
+    """Save the batch and the training state to `step<s>_rank<r>.pt` after a failure.
 
-    `torch.load` can read the file with `weights_only=True`.
+    The file can be loaded by `torch.load` with `weights_only=True`.
 
     Args:
         folder: Folder for the file.
@@ -147,14 +146,14 @@ def save_state(
         batch: Batch that was processed when the failure occurred.
         batch_idx: Index of the batch.
         error: Text of the error.
-        history: Pairs of a step and the loss scale from this step on.
+        history: Loss scales over time, as (first step, loss scale) pairs.
 
     Returns:
         The path, or None if the file already exists.
     """
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
     if run_status(trainer).num_shards is not None:
-        # In an elastic run, ranks of several hosts have the same number.
+        # In an elastic run, ranks on different hosts can have the same number.
         path = path.with_name(f"{path.stem}_{host_identity()[0]}.pt")
     if path.exists():
         return None
@@ -175,7 +174,7 @@ def save_state(
 
 
 def _state_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the random number generator states and, on rank zero, the weights and the precision state.
+    """Collect random number generator states and, on rank zero, weights and precision state.
 
     Weights are the same on all ranks, so one copy is enough.
     """
@@ -184,7 +183,7 @@ def _state_of(trainer: pl.Trainer) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda_rng_state"] = torch.cuda.get_rng_state(device)
     if trainer.is_global_zero:
-        # The strategy's own state dict would need all ranks if they share the update.
+        # If ranks share the optimizer update, the regular state dict would need all ranks.
         with run_status(trainer).own_state():
             state["state_dict"] = trainer.lightning_module.state_dict()
         state["precision"] = trainer.precision_plugin.state_dict()
@@ -194,7 +193,8 @@ def _state_of(trainer: pl.Trainer) -> dict[str, Any]:
 def _to_plain(leaf: Any) -> Any:
     """Convert a value to a form that `torch.load` reads with `weights_only=True`.
 
-    Tensors move to the CPU, plain values stay as they are, and anything else becomes its `repr`.
+    Tensors are moved to the CPU, plain values are unchanged, and any other value is replaced by its
+    `repr`.
     """
     if isinstance(leaf, Tensor):
         return leaf.detach().cpu()
@@ -204,5 +204,6 @@ def _to_plain(leaf: Any) -> Any:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    # One pass over memory without a copy of absolute values. The result is nan if any value is.
+    # The norm reads the tensor once and does not copy it, unlike abs().max(). If any value is nan,
+    # so is the result.
     return torch.linalg.vector_norm(tensor.detach(), float("inf"))

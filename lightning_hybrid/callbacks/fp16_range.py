@@ -1,4 +1,4 @@
-"""Report of weights, activations and gradients that fp16 cannot represent, measured before training."""
+"""Report on weights, activations and gradients that fp16 cannot represent."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train
 from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.precision.half_window import NORMALISATION_TYPES, is_reparametrised
 
-# Exponents of fp16: its smallest values are 2^-24, those with all 11 bits begin at 2^-14, and from
-# 2^16 on it has inf.
+# Exponents of fp16: the smallest subnormal value is 2^-24, the smallest value with all 11 bits of
+# precision is 2^-14, and values from 2^16 on overflow to inf.
 SUBNORMAL = -24
 NORMAL = -14
 END = 16
@@ -32,9 +32,9 @@ LEAST = -50
 MOST = 40
 LARGEST_SCALE = 24
 
-# Largest fractions of lost and of imprecise values that need no remedy. The limits are our choice:
-# for normally distributed weights with a standard deviation of 0.02 the fractions are 2e-6 and
-# 0.002.
+# Largest acceptable fractions of lost and of imprecise values. We chose these limits. For
+# comparison, normally distributed weights with a standard deviation of 0.02 have fractions of 2e-6
+# and 0.002.
 MOST_LOST = 0.01
 MOST_SUBNORMAL = 0.1
 
@@ -53,7 +53,7 @@ BELOW = {
 
 
 class TensorRange(NamedTuple):
-    """Fractions of a tensor's non-zero values that fp16 cannot represent well, with a remedy.
+    """Fractions of a tensor's non-zero values outside the range of fp16, with a remedy.
 
     Attributes:
         kind: `"weight"`, `"activation"` or `"gradient"`.
@@ -75,8 +75,8 @@ class TensorRange(NamedTuple):
 class RangeReport(NamedTuple):
     """Value ranges of all tensors that would be converted to fp16, and a suitable loss scale.
 
-    The loss scale is the largest power of two from 1 to 2^24 that keeps all gradients below 32,768,
-    or 1 if there is no such power. Without gradients it is 32,768.
+    The loss scale is the largest power of two from 1 to 2^24 that keeps all gradients below 32,768.
+    If there is no such power, it is 1. If there are no gradients, it is 32,768.
     """
 
     tensors: list[TensorRange]
@@ -104,9 +104,10 @@ def half_precision_report(
     A copy of the module runs `training_step` in the module's own precision and on its device. The
     module, its buffers and gradients, the global random number generators and the loader's
     generators stay unchanged.
-    The report covers weights that `"16-true"` converts, outputs of leaf modules, and gradients of
-    both. It does not cover values computed between layers. bf16 has the range of fp32, with 8 bits
-    of precision.
+
+    The report covers the weights that `"16-true"` converts, the outputs of leaf modules, and the
+    gradients of both. It does not cover values that are computed between layers. It does not apply
+    to bf16, which has the range of fp32 and 8 bits of precision.
 
     Args:
         module: The module.
@@ -129,12 +130,12 @@ def half_precision_report(
         for index, batch in enumerate(islice(batches, num_batches)):
             moved = shadow._apply_batch_transfer_handler(batch, shadow.device)
             if hasattr(batches, "on_device"):
-                # Loaders of this library work on the device too, such as to normalise images that
-                # are sent as uint8.
+                # Loaders of this library may process batches on the device, for example to
+                # normalise images that are sent as uint8.
                 moved = batches.on_device(moved)
             output = shadow.training_step(*(moved, index)[:num_arguments])
             loss = output["loss"] if isinstance(output, Mapping) else output
-            if loss is not None:  # None: the step skips this batch
+            if loss is not None:  # None means that the step skips this batch
                 loss.backward()
     return counts.report()
 
@@ -175,7 +176,7 @@ class _ExponentCounts:
         parameter.grad = None
 
     def add_output(self, name: str, _: Any, __: Any, output: Any) -> None:
-        """Count the exponents of a layer's output, and those of its gradient during backward."""
+        """Count the exponents of a layer's output and, during backward, of the output's gradient."""
         for value in tree_iter(output):
             if isinstance(value, Tensor) and value.is_floating_point():
                 self.add("activation", name, value)
@@ -184,7 +185,7 @@ class _ExponentCounts:
 
     def report(self) -> RangeReport:
         """Return the value ranges of all counted tensors, and a suitable loss scale."""
-        gradient_exponents = []  # of the largest value in each gradient
+        gradient_exponents = []  # exponent of the largest value in each gradient
         for (kind, _), counts in self._counts.items():
             if kind == "gradient" and counts.any():
                 gradient_exponents.append(LEAST + int(counts.nonzero().max()))
@@ -198,7 +199,7 @@ class _ExponentCounts:
 
 
 def _observed_copy(module: pl.LightningModule, counts: _ExponentCounts) -> pl.LightningModule:
-    """Copy a module, count the exponents of its weights, and add hooks for outputs and gradients."""
+    """Return a copy of a module that counts the exponents of its weights, outputs and gradients."""
     trainer = module._trainer
     shadow = copy.deepcopy(module, {id(trainer): trainer})
     shadow.log = lambda *_, **__: None  # type: ignore[method-assign]
@@ -218,7 +219,7 @@ def _observed_copy(module: pl.LightningModule, counts: _ExponentCounts) -> pl.Li
 
 
 def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
-    """Compute the value range of a tensor from its exponent counts, with a remedy if it needs one.
+    """Compute the `TensorRange` of a tensor from its exponent counts.
 
     `scale` is the binary exponent of the loss scale.
     """
@@ -242,11 +243,10 @@ def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
 
 
 class HalfPrecisionReport(Callback):
-    """Callback that reports which values of some training batches fp16 cannot represent.
+    """Callback that runs `half_precision_report` on some batches before training.
 
-    It runs `half_precision_report` before training, when the module is still on the CPU. Rank zero
-    prints the result of its own batches. *Every rank must have this callback*, because
-    `training_step` may wait for other ranks.
+    At this time the module is still on the CPU. Rank zero prints the result of its own batches.
+    *Every rank must have this callback*, because `training_step` may wait for other ranks.
 
     Args:
         num_batches: Number of training batches to run.

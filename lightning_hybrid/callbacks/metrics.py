@@ -1,4 +1,4 @@
-"""Names, units and meanings of all metrics that a run logs.
+"""Registry of all logged metrics, with their names, units and meanings.
 
 >>> METRICS["train/lr"].unit
 '1'
@@ -17,15 +17,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Name, unit and meaning of a metric that a run logs.
+    """Logged metric, with its name, unit and meaning.
 
     Attributes:
         name: Name in loggers.
         unit: SI unit, or "1" for a pure number.
         meaning: Description in one sentence.
-        from_clock: Whether the value comes from a clock or the operating system, and so differs in
-            a repeated run. A repeated run reproduces all other metrics exactly.
-        best: Whether the largest or the smallest value of a run is the best. None: neither.
+        from_clock: Whether the value comes from a clock or the operating system, and therefore
+            differs in a repeated run. A repeated run reproduces all other metrics exactly.
+        best: `"max"` or `"min"` if the largest or smallest value of a run is the best, else None.
     """
 
     name: str
@@ -213,7 +213,7 @@ INDEXED = {
         for name in TRUST_RATIOS
     },
 }
-"""Metrics that exist several times, by the name of the first.
+"""Metrics that may exist several times, by the name of the first one.
 
 They are the metrics of each bucket, by its position in the step, of each further optimizer in
 manual optimization, and of each further parameter group with trust ratios. The first optimizer and
@@ -222,9 +222,10 @@ the first group have no index.
 
 
 def with_index(name: str, index: int) -> str:
-    """Return the name of a metric for the bucket, optimizer or parameter group with this index.
+    """Return the logged name of a metric for one bucket, optimizer or parameter group.
 
-    See `INDEXED`.
+    The name ends with the index. Index 0 is omitted, except for buckets. `INDEXED` lists the
+    metrics that have an index.
 
     >>> with_index(COMM_EXPOSED_S, 0), with_index(TRAIN_LOSS_SCALE, 0), with_index(TRUST_RATIO_MIN, 2)
     ('comm/exposed_s/bucket_0', 'train/loss_scale', 'train/trust_ratio_min/group_2')
@@ -235,7 +236,10 @@ def with_index(name: str, index: int) -> str:
 
 
 def metric_of(name: str) -> Metric | None:
-    """Return the metric that is logged under this name, or None if the name is unknown."""
+    """Look up a metric by its logged name, which may contain an index.
+
+    The result is None if the name is unknown.
+    """
     index = name.rpartition("_")[2]
     for metric in INDEXED.values():
         if index.isdecimal() and name == metric.name.replace("<index>", index):

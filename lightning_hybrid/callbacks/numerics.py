@@ -31,13 +31,13 @@ from lightning_hybrid.run_status import run_status
 PROBE_AFTER = 20
 """Number of consecutive skipped steps after which layers are probed.
 
-A dynamic scale may need 16 to settle from 2**16.
+A dynamic loss scale that starts at 2**16 may need 16 skipped steps to settle.
 """
 
 STEPS_AT_FLOOR = 200
-"""Number of steps at the least loss scale before a warning.
+"""Number of steps at the minimum loss scale after which to warn.
 
-A short burst of overflows would be over by then.
+A short series of overflows ends earlier.
 """
 
 NUM_SAVED = 8
@@ -46,14 +46,14 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 class NonFiniteLossError(RuntimeError):
-    """Error for a loss of inf or nan in a precision that does not skip such steps.
+    """Error raised for a non-finite loss, unless the precision skips such steps.
 
-    The weights are lost by then.
+    When the error is raised, the weights are already corrupted.
     """
 
 
 class NumericsMonitor(Callback):
-    """Callback that finds the causes of endless overflow, non-finite losses and zero gradients.
+    """Callback that diagnoses repeated overflow, non-finite losses and zero gradients.
 
     ==============================================  ==================================================================
     40 consecutive skipped steps (the precision's   The error also names the ranks and hosts whose loss is not finite,
@@ -70,14 +70,14 @@ class NumericsMonitor(Callback):
     communication
     ==============================================  ==================================================================
 
-    The host waits for the device at logged steps only. Layers are probed only after 20 consecutive
-    skipped steps.
-    *Every rank must have this callback.*
+    The host waits for the device only at logged steps. Layers are probed only after 20 consecutive
+    skipped steps. *Every rank must have this callback.*
 
     Args:
-        run_dir: Folder of the run. Each affected rank and rank zero save the state at the failure
-            once in `<run_dir>/numbers`. Rank zero adds the weights. None: the state is not saved.
-        patience: Number of consecutive logged steps with a zero gradient that lead to a warning.
+        run_dir: Folder of the run. After a failure, rank zero and each affected rank save their
+            state once in `<run_dir>/numbers`. Only rank zero saves the weights. If None, nothing
+            is saved.
+        patience: Number of consecutive logged steps with a zero gradient after which to warn.
 
     Raises:
         ValueError: `patience` is not a positive integer.
@@ -98,10 +98,10 @@ class NumericsMonitor(Callback):
         self._bad_losses = _BadLosses(device)
         self._last_step = step
         self._num_reported = 0
-        self._floor_since: int | None = None  # step since which the loss scale is at its floor
+        self._floor_since: int | None = None  # step at which the loss scale reached its floor
         self._scale_history: list[tuple[int, float]] = []
         self._num_zero: dict[str, int] = {}  # consecutive logged steps with a zero gradient
-        self._losses_of_ranks = ""  # while steps are skipped: the ranks that had bad losses
+        self._losses_of_ranks = ""  # describes the ranks with bad losses while steps are skipped
         self._has_saved = False
         self._has_warned_of_floor = False
 
@@ -118,16 +118,16 @@ class NumericsMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the batch, and probe the layers if many consecutive steps were skipped."""
+        """Keep a reference to the batch, and probe the layers after many consecutive skipped steps."""
         self._current_batch = (batch, batch_idx)
-        # The number of skipped steps is on the device. It is read only if the host would wait
-        # anyway.
+        # The number of skipped steps is on the device. It is read only when the host waits for the
+        # device anyway.
         is_free = _reads_are_free(pl_module.device) or is_logged_step(trainer, is_next=True)
         if is_free and _num_consecutive_skips(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._losses_of_ranks:
-                # Not over all ranks: if nodes train independently, another node's ranks skip none
-                # of these steps.
+                # If nodes train independently, the ranks of other nodes do not skip these steps and
+                # would not take part in a collective over all ranks.
                 group = run_status(trainer).verdict_group
                 self._losses_of_ranks = self._describe_losses_of_ranks(trainer, group)
             self._probes = LayerProbes(pl_module)
@@ -140,7 +140,7 @@ class NumericsMonitor(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count losses of inf or nan on the device, and run all checks at a logged step."""
+        """Count non-finite losses on the device, and run all checks at logged steps."""
         loss = None
         if isinstance(outputs, dict):
             loss = outputs.get("loss")
@@ -176,12 +176,12 @@ class NumericsMonitor(Callback):
         self._warn_of_zeros(trainer, pl_module)
 
     def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """Raise `NonFiniteLossError` on all ranks if any rank had a loss of inf or nan.
+        """Raise `NonFiniteLossError` on all ranks if any rank had an inf or nan loss.
 
         Collective: every rank must call it, in the same order.
         """
-        # Step and rank are encoded in one integer, so an all-reduce of 8 bytes finds the first bad
-        # loss.
+        # Step and rank are encoded in one integer, so that an all-reduce of 8 bytes finds the first
+        # bad loss.
         world_size = trainer.world_size
         first_step = self._bad_losses.first_step
         first = torch.where(
@@ -240,7 +240,7 @@ class NumericsMonitor(Callback):
             )
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn on rank zero about gradients that were zero at `patience` consecutive logged steps.
+        """Warn on rank zero about gradients that were zero at the last `patience` logged steps.
 
         Collective if parameters are sharded: every rank must call it, in the same order.
         """
@@ -265,7 +265,7 @@ class NumericsMonitor(Callback):
             return
 
         for name, value in zip(largest, values, strict=True):
-            # A single zero may be chance, such as a layer that dropout or a rare branch left out.
+            # A gradient may be zero by chance once, for example because of dropout or a rare branch.
             if value == 0:
                 self._num_zero[name] = self._num_zero.get(name, 0) + 1
             else:
@@ -317,7 +317,7 @@ class NumericsMonitor(Callback):
     ) -> None:
         """Add a description of the current batch to the error, and save the state.
 
-        Communication errors stay as they are.
+        Communication errors are not changed.
         """
         if self._current_batch is None or not isinstance(exception, Exception):
             self._forget_batch()
@@ -325,8 +325,8 @@ class NumericsMonitor(Callback):
         batch, batch_idx = self._current_batch
         probes = self._probes
         self._forget_batch()
-        # A `NonFiniteLossError` is complete, and another rank's failure has no cause in this rank's
-        # batch.
+        # A `NonFiniteLossError` already has a description. A failed wait was caused by another
+        # rank, not by this rank's batch.
         if isinstance(exception, NonFiniteLossError) or failed_wait(exception) is not None:
             return
         try:
@@ -354,7 +354,7 @@ class NumericsMonitor(Callback):
     def _save(
         self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool
     ) -> str:
-        """Save the state at most once, and return a sentence about it for the error message."""
+        """Save the state at most once, and return a sentence that the error message should contain."""
         if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
             return ""
         self._has_saved = True
@@ -378,7 +378,7 @@ class NumericsMonitor(Callback):
     def _describe_losses_of_ranks(
         self, trainer: pl.Trainer, group: dist.ProcessGroup | None = None
     ) -> str:
-        """Describe in one sentence which ranks had recent losses of inf or nan.
+        """Describe in one sentence which ranks recently had inf or nan losses.
 
         All ranks return the same text. Collective: every rank of `group` (None: WORLD) must call it, in the same order.
         """
@@ -415,13 +415,13 @@ class NumericsMonitor(Callback):
 
 
 class _BadLosses:
-    """Counter of losses of inf or nan, which stays on the device.
+    """Device-side counter of inf and nan losses.
 
     Counting does not make the host wait.
 
     Attributes:
-        number: Number of bad losses.
-        first_step: Step of the first bad loss, or `NEVER`.
+        number: Number of inf and nan losses.
+        first_step: Step of the first such loss, or `NEVER`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -446,7 +446,7 @@ class _BadLosses:
         self.first_step = torch.where(is_bad & (self.first_step == NEVER), step, self.first_step)
 
     def describe_last(self, since: int = 0) -> str:
-        """Describe the batches and steps of the last losses of inf or nan, from step `since` on.
+        """List the batches and steps of the latest inf and nan losses, from step `since` on.
 
         The host waits for the device.
         """

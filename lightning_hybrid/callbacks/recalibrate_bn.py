@@ -31,38 +31,41 @@ from lightning_hybrid.run_status import run_status
 class RecalibrateBatchNorm(Callback):
     """Callback that recomputes BatchNorm statistics on training images before validation and test.
 
-    Running statistics are a moving average over batches of past weights. If weights change fast and
-    updates are few, as with large batches, the statistics do not match the current weights, which
-    distorts validation results. This callback uses some batches of the training loader, each
-    normalised by its own statistics as in training. Over all elements x of a channel:
+    Running statistics are a moving average over batches that were processed with earlier weights.
+    If there are few updates and weights change fast, as with large batches, the statistics do not
+    match the current weights. This distorts validation results. The callback runs some batches of
+    the training loader, each normalised by its own statistics as in training. Over all elements x
+    of a channel, it computes:
 
         mean = sum of x / n        variance = sum of (x - mean)^2 / (n - 1)
 
-    The statistics stay in the module, so checkpoints saved after a validation hold those that it
-    used. An averaged model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own
-    statistics.
+    The statistics stay in the module, so a checkpoint saved after validation contains the
+    statistics that the validation used. An averaged model of `WeightAveraging`
+    (`callbacks=[default,ema]`) gets its own statistics.
 
-    Training stays bit-identical. Layers that are in evaluation mode while the module trains are
-    frozen and keep their statistics. The callback warns about their names once. Dropout is off. The
-    global random state is restored, and so are generators of torch and NumPy that are attributes of
-    the loader and its samplers. Any other state of a data set or sampler advances by one pass.
+    The callback does not change training, which stays bit-identical. Layers that are in evaluation
+    mode while the module trains are frozen and keep their statistics. The callback warns once about
+    these layers. Dropout is disabled. The global random state is restored, and so are generators of
+    torch and NumPy that are attributes of the loader and its samplers. Any other state of a data
+    set or sampler advances by one pass.
 
-    All ranks process the same number of batches and end with bit-identical statistics. If the
-    loader's batches do not depend on the number of ranks (as with the loaders of `data/`) and the
-    batch size of a rank is the same, the statistics do not depend on the number of ranks either:
-    sums are float64, in the order of the batches. SyncBatchNorm is treated as BatchNorm over one
+    All ranks process the same number of batches and end with bit-identical statistics. Sums are
+    float64, in the order of the batches. The statistics therefore do not depend on the number of
+    ranks if the batch size of a rank is the same and the loader's batches do not depend on the
+    number of ranks, as with the loaders of `data/`. SyncBatchNorm is treated as BatchNorm over one
     rank's batch.
 
     Args:
-        num_images: Maximum number of training images over all ranks, in whole batches, at least one
-            per rank.
-        forward: Function that runs the network on a batch, as `forward(module, batch)`. None:
-            `module(batch)`, or `module(batch[0])` if a batch is a pair such as images and labels.
+        num_images: Maximum number of training images over all ranks. It is rounded down to whole
+            batches, with at least one batch per rank.
+        forward: Function that runs the network on a batch, called as `forward(module, batch)`. If
+            None, `module(batch)` is called, or `module(batch[0])` if a batch is a pair such as
+            images and labels.
 
     Raises:
         ValueError: `num_images` is below 1.
-        RuntimeError: The trainer knows no training data: `trainer.test` without a fit or a data
-            module.
+        RuntimeError: The trainer has no training data, for example because `trainer.test` was
+            called without a fit or a data module.
 
     Source: Wu & Johnson 2021 (arXiv:2105.07576), "precise BatchNorm".
     """
@@ -92,7 +95,7 @@ class RecalibrateBatchNorm(Callback):
     ) -> None:
         """Recalibrate the BatchNorm layers before the first batch, except in the sanity check.
 
-        By then the module holds the averaged weights, if a callback averages them.
+        If a callback averages the weights, the module already holds the averaged weights here.
         """
         if batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
             self._recalibrate(trainer, pl_module)
@@ -150,7 +153,7 @@ class RecalibrateBatchNorm(Callback):
         loader: Any = new_train_loader(trainer, asked_by="RecalibrateBatchNorm")
         if isinstance(loader, DataLoader):
             loader = copy(loader)
-            loader._iterator = None  # persistent workers are in the middle of the epoch
+            loader._iterator = None  # the persistent workers are in the middle of the epoch
         with generators_kept(loader):
             loader = trainer.strategy.process_dataloader(loader)
             batches = iter(loader)
@@ -167,13 +170,13 @@ class RecalibrateBatchNorm(Callback):
 
 
 class _Statistics:
-    """Statistics of the inputs of BatchNorm layers, for each batch.
+    """Per-batch statistics of the inputs of BatchNorm layers.
 
-    The count, mean and sum of squared deviations of a batch are a float64 tensor of shape
+    The count, mean and sum of squared deviations of a batch are stored in a float64 tensor of shape
     [3, channels of all layers].
 
     Args:
-        layers: All layers. Frozen ones are included, so that all ranks gather tensors of the same
+        layers: All layers. Frozen layers are included, so that all ranks gather tensors of the same
             size.
         frozen: Layers that keep their statistics.
     """
@@ -182,7 +185,7 @@ class _Statistics:
         self.layers = layers
         self.frozen = frozen
         self._of_batches: list[Tensor] = []
-        self._of_layers: dict[_BatchNorm, Tensor] = {}  # in the current batch
+        self._of_layers: dict[_BatchNorm, Tensor] = {}  # statistics of the current batch
 
     def note(self, layer: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
         """Add the input of a layer to the statistics of the current batch."""
@@ -201,7 +204,7 @@ class _Statistics:
         A layer that was not called in the batch has a count of zero.
         """
         assert self.layers[0].running_mean is not None
-        # Ranks exchange the statistics, so they are on the device even if no layer was called.
+        # Ranks exchange the statistics, which must be on the device even if no layer was called.
         device = self.layers[0].running_mean.device
         columns = []
         for layer in self.layers:
@@ -222,15 +225,15 @@ class _Statistics:
         local = torch.stack(self._of_batches)
         of_ranks = [local]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # A loader may be shorter on one rank. Only as many batches count as all ranks have.
+            # The loader may be shorter on some ranks. Batches that not all ranks have are dropped.
             num_batches = torch.tensor(len(local), device=local.device)
             dist.all_reduce(num_batches, dist.ReduceOp.MIN)
             local = local[: int(num_batches)]
             of_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, local)
 
-        # Merged in the order of the loader's images, for any number of ranks: by batch, then by
-        # rank.
+        # Merge by batch, then by rank. This is the order of the loader's images for any number of
+        # ranks.
         total = torch.zeros_like(of_ranks[0][0])
         for batch_statistics in torch.stack(of_ranks, dim=1).flatten(0, 1):
             total = _merged(total, batch_statistics)
@@ -259,7 +262,7 @@ def _merged(first: Tensor, second: Tensor) -> Tensor:
 
 @contextmanager
 def generators_kept(loader: Any) -> Iterator[None]:
-    """Restore the random number generators of a loader and its samplers on exit."""
+    """Restore the random number generators of a loader and its samplers when the context exits."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = [
         loader,
@@ -288,12 +291,13 @@ def generators_kept(loader: Any) -> Iterator[None]:
 def _normalizing_by_batch(
     trainer: pl.Trainer, module: nn.Module, layers: dict[str, _BatchNorm]
 ) -> Iterator[_Statistics]:
-    """Set BatchNorm layers to training mode and all other layers to evaluation mode until exit.
+    """Set BatchNorm layers to training mode, and all other layers to evaluation mode, in a context.
 
-    Frozen BatchNorm layers stay in evaluation mode. Hooks collect the statistics that are yielded.
+    Frozen BatchNorm layers stay in evaluation mode. Hooks collect statistics in the object that is
+    yielded.
     """
     training_modes = {submodule: submodule.training for submodule in module.modules()}
-    # The modes that Lightning restores after the evaluation.
+    # These are the modes that Lightning restores after the evaluation.
     modes = trainer._evaluation_loop._module_mode.mode
     is_fit = trainer.state.fn == "fit"
     frozen = []
@@ -301,7 +305,8 @@ def _normalizing_by_batch(
         if not modes[name] and (is_fit or modes[""]):
             frozen.append(layer)
     if not is_fit:
-        # The module may never have trained. Its own `train` decides which layers do not train.
+        # The module may never have been trained. Its `train` method determines which layers are
+        # frozen.
         module.train()
         frozen += [layer for layer in layers.values() if not layer.training]
 
@@ -330,10 +335,10 @@ def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
 
     Args:
         trainer: The trainer.
-        asked_by: Name of the callback, for the error.
+        asked_by: Name of the callback, for the error message.
 
     Raises:
-        RuntimeError: The trainer has no source from which it could create a loader.
+        RuntimeError: The trainer has no source of training data.
     """
     fit_source = trainer.fit_loop._data_source
     source = trainer.datamodule
@@ -349,7 +354,7 @@ def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
             "data module to `trainer.fit` and `trainer.test`."
         )
     loader = source.train_dataloader() if is_module else source
-    # It gets a DistributedSampler if Lightning would add one.
+    # This adds a DistributedSampler where Lightning would add one.
     return trainer._data_connector._prepare_dataloader(
         loader, shuffle=True, mode=RunningStage.TRAINING
     )
@@ -374,7 +379,8 @@ def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
 def _update_averages(trainer: pl.Trainer, module: nn.Module) -> None:
     """Copy the running statistics to the averaged models of all `WeightAveraging` callbacks.
 
-    During validation the module holds the averaged weights, so its new statistics match them.
+    During validation the module holds the averaged weights, so the new statistics match these
+    weights.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, WeightAveraging):

@@ -1,4 +1,4 @@
-"""Callback that checks that all ranks hold the same weights, optimizer state and data order."""
+"""Callback for checking that all ranks have the same weights, optimizer state and data order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.run_status import run_status, tensors_of_replica
 
-# Attributes of torch's `DistributedSampler`, of our `EpochOrder`, and of any loader.
+# Settings that are attributes of torch's `DistributedSampler`, of our `EpochOrder`, or of any loader.
 _SAMPLER_SETTINGS = ("seed", "epoch", "shuffle", "drop_last", "num_replicas", "total_size")
 _EPOCH_ORDER_SETTINGS = (
     "world_size",
@@ -36,9 +36,9 @@ _ORDER_SETTINGS = (*_SAMPLER_SETTINGS, *_EPOCH_ORDER_SETTINGS, "batch_size")
 
 
 class DataOrderError(RuntimeError):
-    """Error for ranks that read the data in different orders.
+    """Error raised when ranks disagree on the order of the training data.
 
-    In such an epoch some samples are read twice and others never.
+    In such an epoch, some samples are read twice and others are never read.
     """
 
 
@@ -46,41 +46,42 @@ class _RankState(NamedTuple):
     """Tensor fingerprints and data-order settings of one rank."""
 
     host: str
-    fingerprints: dict[str, int]  # by name of the tensor
+    fingerprints: dict[str, int]  # by tensor name
     order: dict[str, Any]
 
 
 class ReplicaCheck(Callback):
-    """Callback that regularly checks that weights and optimizer state are bit-identical on all ranks.
+    """Callback for checking regularly that weights and optimizer state are identical on all ranks.
 
-    The check also covers the loss scales and the settings that determine the data order: seed,
-    epoch and number of shards (`order_of`). Ranks can drift apart after a bit flip, if code runs on
-    some ranks only, or if ranks load different libraries or checkpoints.
+    All bits are compared. The check also covers the loss scales and the settings that determine the
+    data order: seed, epoch and number of shards (`order_of`). Ranks can diverge after a bit flip,
+    if some code runs only on some ranks, or if ranks load different libraries or checkpoints.
 
         c_r = fingerprint of (fingerprints of tensors 0, 1, ..., tensor names, data order)           on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
 
-    Ranks exchange the fingerprints of all tensors only if they differ, to name the first
-    difference. The check also runs at the start of training, including a start from a checkpoint,
-    and at its end. Buffers, and parameters that DDP ignores, are not checked.
+    Only if the ranks differ, they exchange the fingerprints of all tensors to find the first
+    difference. The check also runs at the start of training, including when training resumes from a
+    checkpoint, and at the end. Buffers, and parameters that DDP ignores, are not checked.
 
-    If the ranks of a node share the update, (a, b) covers the tensors that all ranks hold. Another
-    pair for each local rank covers its shards, which the ranks with the same local rank on all
-    nodes hold in common. If nodes train independently (`LocalSteps`), the ranks of each node are
-    compared. In an elastic run the ranks of all hosts are compared. A check that is interrupted by
-    a change of hosts is skipped, because hosts are compared when they train together again.
+    If the ranks of a node share the optimizer update, (a, b) covers only the tensors that all ranks
+    hold. An additional pair for each local rank covers its shards, which are held by the ranks with
+    this local rank on all nodes. If nodes train independently (`LocalSteps`), the ranks within each
+    node are compared. In an elastic run, the ranks of all hosts are compared. If the set of hosts
+    changes during a check, the check is skipped, because hosts are compared when they train
+    together again.
 
-    *Every rank must have this callback, with the same `every_n_steps`.* The host waits for the device at a check, and
-    at no other step. With one rank, nothing is checked.
+    *Every rank must have this callback, with the same `every_n_steps`.* The host waits for the
+    device only at a check. With a single rank, nothing is checked.
 
     Args:
-        every_n_steps: Number of steps between two checks. A rank that drifted is found after at
-            most this number of steps.
+        every_n_steps: Number of steps between two checks. A rank that has diverged is found after
+            at most this number of steps.
 
     Raises:
         ValueError: `every_n_steps` is not a positive integer.
-        ReplicaDriftError: During training, on every rank. Names the first tensor that differs, and
-            the ranks.
+        ReplicaDriftError: During training, on every rank, if tensors differ. The error names the
+            first tensor that differs, and the ranks.
         DataOrderError: During training, if the data order differs.
     """
 
@@ -96,7 +97,7 @@ class ReplicaCheck(Callback):
         self._checked_step = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the ranks at the start of training, also after a resume from a checkpoint."""
+        """Compare the ranks at the start of training, including when a run is resumed."""
         self._fingerprint = Fingerprint(pl_module.device)
         self._checked_step = -1
         self._check(trainer)
@@ -109,13 +110,13 @@ class ReplicaCheck(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Compare the ranks after every `every_n_steps` optimizer steps."""
+        """Compare the ranks every `every_n_steps` optimizer steps."""
         is_due = trainer.global_step % self.every_n_steps == 0
         if is_due and trainer.global_step != self._checked_step:
             self._check(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the ranks at the end of training, unless the last step was checked already."""
+        """Compare the ranks at the end of training, unless the last step was already checked."""
         if trainer.global_step != self._checked_step:
             self._check(trainer)
 
@@ -146,14 +147,14 @@ class ReplicaCheck(Callback):
         order = order_of(trainer.train_dataloader)
 
         combined = self._combine_with_names(replicated, order)
-        # One collective finds minimum and maximum: the minimum of the complements belongs to the
-        # maximum.
+        # The maximum is the complement of the minimum of all complements, so one collective finds
+        # both the minimum and the maximum.
         bounds = torch.stack([combined, ~combined])
         if parts:
             local_rank, num_local_ranks = status.place_in_node
             combined_parts = self._fingerprint.combine(list(parts.values()))
-            # The largest integer is neutral in the minimum: this rank contributes nothing to the
-            # bounds of other local ranks.
+            # The largest integer has no effect on a minimum, so this rank does not contribute to
+            # the bounds of other local ranks.
             part_bounds = torch.full(
                 (num_local_ranks, 2), torch.iinfo(torch.int64).max, device=bounds.device
             )
@@ -170,8 +171,8 @@ class ReplicaCheck(Callback):
     def _combine_with_names(self, fingerprints: dict[str, Tensor], order: dict[str, Any]) -> Tensor:
         """Combine the fingerprints of tensors, their names and the data order into one fingerprint.
 
-        Because names are included, ranks with different tensors, or tensors in a different order,
-        have different fingerprints.
+        Names are included so that ranks get different fingerprints if they hold different tensors,
+        or hold them in a different order.
         """
         assert self._fingerprint is not None
         lines = [*fingerprints]
@@ -191,8 +192,8 @@ class ReplicaCheck(Callback):
 
         Args:
             trainer: The trainer.
-            gather: Collective that returns the values of all ranks, or None if a change of hosts
-                interrupts it.
+            gather: Collective that returns the values of all ranks, or None if the set of hosts
+                changes in the meantime.
             last_checked_step: Step of the last check.
         """
         assert self._fingerprint is not None
@@ -217,8 +218,8 @@ class ReplicaCheck(Callback):
     ) -> list[_RankState]:
         """Gather the fingerprints and data-order settings of all ranks.
 
-        Collective: every rank of `group` (None: WORLD) must call it. All of them do, because the
-        all-reduce has shown the difference to each.
+        Collective: every rank of `group` (None: WORLD) must call it. Every rank does, because every
+        rank has seen the difference in the result of the all-reduce.
         """
         on_host = torch.stack([fingerprint.cpu() for fingerprint in fingerprints.values()])
         numbers = dict(zip(fingerprints, on_host.tolist(), strict=True))
@@ -233,7 +234,7 @@ class ReplicaCheck(Callback):
         last_checked_step: int,
         group: dist.ProcessGroup | None = None,
     ) -> RuntimeError:
-        """Create the error that names the first difference, with the same text on every rank."""
+        """Create an error that names the first difference and has the same text on every rank."""
         hosts = [state.host for state in states]
         fingerprints = [state.fingerprints for state in states]
         numbering = ""
@@ -269,7 +270,7 @@ class ReplicaCheck(Callback):
 
 
 def order_of(loaders: Any) -> dict[str, Any]:
-    """Return the settings that determine the data order of loaders and are the same on all ranks.
+    """Return the settings of loaders that determine the data order and must agree on all ranks.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)

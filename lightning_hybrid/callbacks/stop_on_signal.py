@@ -28,19 +28,19 @@ from lightning_hybrid.run_status import run_status
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
-# A request is the number of the signal that stops the run, plus `REQUEUE` if the job is to be
-# requeued. The largest request of all ranks counts.
+# A request is the number of the signal that stops the run, plus `REQUEUE` if the job should be
+# requeued. The largest request of all ranks is used.
 NO = 0
 REQUEUE = 1000
 
 AT_ONCE_AFTER_S = 2.0
 """Seconds after which a second Ctrl-C stops the run at once.
 
-An earlier one may come from torchrun, which forwards the first.
+An earlier signal may come from torchrun, which forwards the first Ctrl-C.
 """
 
 REQUEUE_LIMIT_S = 30.0
-"""Seconds that `scontrol` may take. It is our choice: SLURM's own `MessageTimeout` is 10 s."""
+"""Seconds that `scontrol` may take. We chose this value. SLURM's own `MessageTimeout` is 10 s."""
 
 
 class StopOnSignal(Callback):
@@ -48,25 +48,25 @@ class StopOnSignal(Callback):
 
         signal to any rank -> all ranks agree before the next batch -> <dirpath>/stopped.ckpt -> exit
 
-    A run that resumes from the checkpoint continues bit for bit. Exit codes are 143 after SIGTERM
-    and other signals, and 130 after Ctrl-C, as a shell reports them. Ranks started by Lightning
-    itself, without torchrun or SLURM, exit with 0. A second Ctrl-C stops the run at once, without a
-    checkpoint.
+    A run that resumes from the checkpoint is bit-identical to an uninterrupted run. As in a shell,
+    the exit code is 130 after Ctrl-C, and 143 after SIGTERM and other signals. Ranks started by
+    Lightning itself, without torchrun or SLURM, exit with 0. A second Ctrl-C stops the run at once,
+    without a checkpoint.
 
-    A signal takes effect after at most `every_n_steps` whole steps, plus a validation loop if one
-    is running, plus the time to write the checkpoint. SLURM kills the job 30 s after the signal,
-    unless `KillWait` differs.
+    A signal takes effect after at most `every_n_steps` optimizer steps. If a validation loop is
+    running, it is finished first. Then the checkpoint is written. SLURM kills the job 30 s after
+    the signal, unless `KillWait` is set to a different time.
 
-    At each check the host waits for all ranks. On CUDA this keeps the next step from being queued
-    early. A larger `every_n_steps` reduces the cost.
+    At each check, the host waits for all ranks. On CUDA, this prevents the host from queueing the
+    next step early. A larger `every_n_steps` reduces the cost.
 
     On SLURM, the callback also handles the signal that announces the time limit, Lightning's
     `SLURMEnvironment.requeue_signal`. Once the checkpoint is on disk, rank zero requeues the job,
-    unless `SLURMEnvironment(auto_requeue=False)`. *Every rank must have this callback.*
+    unless `SLURMEnvironment(auto_requeue=False)` is used. *Every rank must have this callback.*
 
     Args:
-        dirpath: Folder for the checkpoint. None: that of the first `ModelCheckpoint`, otherwise the
-            trainer's `default_root_dir`.
+        dirpath: Folder for the checkpoint. If None, the folder of the first `ModelCheckpoint` or
+            the trainer's `default_root_dir` is used.
         signals: Names of the signals to handle, in addition to SLURM's.
         every_n_steps: Number of steps between two checks over all ranks. A single rank checks after
             every step.
@@ -90,21 +90,21 @@ class StopOnSignal(Callback):
         self.dirpath = dirpath
         self.signals = [_signal_of(name) for name in signals]
         self.every_n_steps = every_n_steps
-        self._num_steps = 0  # steps begun since the last check, including it
-        self._request = NO  # of this rank
-        self._agreed_request = NO  # of all ranks
+        self._num_steps = 0  # steps begun since the last check, including the step of the check
+        self._request = NO  # request of this rank
+        self._agreed_request = NO  # largest request of all ranks
         self._interrupted_s: float | None = None  # time of the first Ctrl-C
-        # Step of the loggers at the checkpoint that is being written, or was resumed.
+        # Step counter of the loggers in the checkpoint that is being written or was loaded.
         self._logger_step: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loggers' step counter if the run is being stopped, otherwise an empty dictionary."""
+        """Return the loggers' step counter, but only while the run is being stopped."""
         if self._agreed_request or self._request:
             return {"steps_of_loggers": self._logger_step}
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loggers' step counter, which `on_train_batch_start` then sets in the trainer."""
+        """Load the loggers' step counter, which `on_train_batch_start` applies to the trainer."""
         self._logger_step = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -117,7 +117,7 @@ class StopOnSignal(Callback):
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install a handler that requeues the job as soon as SLURM's signal arrives.
 
-        A test has no state to save and must be repeated.
+        There is no state to save, because an interrupted test must be repeated.
         """
 
         def requeue(*_: Any) -> None:
@@ -133,18 +133,19 @@ class StopOnSignal(Callback):
 
         When the fit ends, Lightning restores the handlers that were installed before it.
         """
-        # They replace Lightning's handlers. Its handler of SIGTERM calls a collective in the middle
-        # of a rank's work, and a rank above zero exits alone. Its handler of SLURM's signal saves
-        # in the middle of a step. A test would then use the weights of that moment, because a file
-        # `hpc_ckpt_*` in the run's directory takes precedence over the weights in memory.
+        # Our handlers replace Lightning's. Lightning's SIGTERM handler calls a collective in the
+        # middle of a rank's work, and ranks other than zero exit on their own. Its handler of
+        # SLURM's signal saves a checkpoint in the middle of a step. A later test would use the
+        # weights of that checkpoint, because a file `hpc_ckpt_*` in the run's directory takes
+        # precedence over the weights in memory.
         if _is_main_thread():
             for number in self.signals:
                 signal.signal(number, partial(self._on_signal, trainer, NO))
             requeue_number = requeue_signal_of(trainer)
             if requeue_number is not None:
                 signal.signal(requeue_number, partial(self._on_signal, trainer, REQUEUE))
-        # Before every batch Lightning broadcasts rank zero's flag. A maximum over all ranks
-        # replaces this broadcast.
+        # Before every batch, Lightning broadcasts rank zero's SIGTERM flag. A maximum over all
+        # ranks replaces this broadcast.
         if trainer.world_size > 1:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
@@ -156,7 +157,7 @@ class StopOnSignal(Callback):
     ) -> None:
         """Set the trainer's step counter for loggers to the value from the checkpoint.
 
-        Lightning adds one to it when it resumes at the start of an epoch.
+        This undoes an increment by Lightning when it resumes at the start of an epoch.
         """
         if self._logger_step is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = self._logger_step
@@ -170,7 +171,7 @@ class StopOnSignal(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Stop a run of a single rank if a signal arrived during the step."""
+        """Stop a single-rank run if a signal arrived during the step."""
         if self._request:
             self._stop_single_rank(trainer)
 
@@ -188,7 +189,7 @@ class StopOnSignal(Callback):
 
         Collective: every rank must call it, in the same order.
         """
-        request = self._agreed_request  # all ranks save, or none
+        request = self._agreed_request  # equal on all ranks, so that all or none of them save
         if trainer.world_size == 1:
             request = max(self._request, self._agreed_request)
         if not isinstance(exception, SIGTERMException) or not request:
@@ -198,8 +199,8 @@ class StopOnSignal(Callback):
         loop = trainer.fit_loop.epoch_loop
         self._logger_step = loop._batches_that_stepped
         if trainer.validating and not loop._should_accumulate():
-            # A single rank stops in the middle of a validation, before Lightning counts the step
-            # before it.
+            # A single-rank run can stop during validation, before Lightning has counted the
+            # preceding training step.
             self._logger_step += 1
         _forget_batches_of_finished_epoch(trainer)
         trainer.save_checkpoint(path, weights_only=False)
@@ -211,14 +212,15 @@ class StopOnSignal(Callback):
             signal_name = "Ctrl-C"
             exit_code = 128 + signal.SIGINT
         exception.code = exit_code
-        # A rank that Lightning started must exit with 0. Otherwise it kills rank zero, which may
-        # still be writing.
+        # A rank that Lightning started must exit with 0. With another exit code, Lightning would
+        # kill rank zero, which may still be writing.
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0:
             exception.code = 0
         _report_stop(trainer, path, signal_name, exit_code)
         if request > REQUEUE and trainer.is_global_zero:
-            # This waits for the disk, because SLURM kills the job some seconds after the request.
+            # This waits until the checkpoint is on disk, because SLURM kills the job a few seconds
+            # after the request.
             trainer.strategy.checkpoint_io.teardown()
             rank_zero_info(queue_again())
 
@@ -229,8 +231,8 @@ class StopOnSignal(Callback):
     def _on_signal(
         self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None
     ) -> None:
-        # This interrupts any code of the main thread: no collective, no file and no lock may be
-        # used.
+        # A signal handler can interrupt any code of the main thread, so it must not use
+        # collectives, files or locks.
         if number == signal.SIGINT:
             self._on_interrupt(trainer)
         self._request = max(self._request, requeue + number)
@@ -248,8 +250,7 @@ class StopOnSignal(Callback):
             raise KeyboardInterrupt
 
     def _stop_single_rank(self, trainer: pl.Trainer) -> None:
-        # A single rank need not wait for a check before a batch. Lightning reads this flag after
-        # each batch.
+        # A single-rank run can stop without a check. Lightning reads this flag after each batch.
         if trainer.world_size == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer._signal_connector.received_sigterm = True
 
@@ -271,8 +272,8 @@ class StopOnSignal(Callback):
             waiting = nullcontext() if trace is None else trace.waiting()
             with waiting:
                 dist.all_reduce(request, op=dist.ReduceOp.MAX)
-        # A signal that arrives during the all-reduce is ignored here, because the other ranks do
-        # not know of it.
+        # A signal that arrives during the all-reduce is not considered until the next check,
+        # because the other ranks do not know about it.
         self._agreed_request = int(request.item())
         if self._agreed_request:
             raise SIGTERMException
@@ -285,7 +286,10 @@ class StopOnSignal(Callback):
 
 
 def _report_stop(trainer: pl.Trainer, path: Path, signal_name: str, exit_code: int) -> None:
-    """Log the step at which the run stopped and the checkpoint path, on the first rank of this launch."""
+    """Log the step at which the run stopped, and the path of the checkpoint.
+
+    Only the first rank of each launch logs the message.
+    """
     if trainer.global_rank != 0:
         return
     checkpoint = f"`fit(..., ckpt_path={str(path)!r})` resumes from there"
@@ -332,7 +336,7 @@ def _signal_of(name: str) -> signal.Signals:
 
 
 def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
-    """Return the signal on which the SLURM job is requeued, or None if it is not requeued."""
+    """Return the signal upon which the SLURM job is requeued, or None if requeueing is disabled."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
@@ -340,7 +344,7 @@ def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
 
 
 def job_id_of(variables: Mapping[str, str]) -> str:
-    """Return the SLURM job id for `scontrol`, including the task id if the job is an array task.
+    """Return the SLURM job ID for `scontrol`, including the task ID if the job is an array task.
 
     >>> job_id_of({"SLURM_JOB_ID": "17"})
     '17'
@@ -354,9 +358,9 @@ def job_id_of(variables: Mapping[str, str]) -> str:
 
 
 def queue_again() -> str:
-    """Ask SLURM to end and requeue this job, and return the result as a line of text.
+    """Requeue this SLURM job, and return a line of text that describes the result.
 
-    Only one rank may call it.
+    Requeueing ends the running job. Only one rank may call this function.
     """
     job_id = job_id_of(os.environ)
     command = ["scontrol", "requeue", job_id]

@@ -16,24 +16,26 @@ from lightning_hybrid.checks import plain_value, require_choice
 class TimeToAccuracy(Callback):
     """Callback that measures the training time until a validation metric first reaches a target.
 
-    Two times are measured by this process's clock since training began, without start-up:
+    Two times since the beginning of training are measured, without start-up:
 
         time_to_accuracy/train_s   without validation
         time_to_accuracy/total_s   with validation, including the one that reached the target
 
-    The step is recorded too. The resolution of all three values is the interval between
-    validations. The checkpoint holds the elapsed time, so the work of an interrupted run after its
-    last checkpoint is not counted. *Every rank must have this callback.*
+    The step is also recorded. The resolution of all three values is the interval between
+    validations. Checkpoints store the elapsed time. If a run is interrupted and resumed, the time
+    between the last checkpoint and the interruption is therefore not counted. *Every rank must have
+    this callback.*
 
     Args:
         target: Value that the metric must reach.
         monitor: Name of a metric that validation logs.
-        mode: `"max"`: `target` or more is sufficient. `"min"`: `target` or less is.
+        mode: `"max"` if the metric must be at least `target`, `"min"` if it must be at most
+            `target`.
         stop: Whether to end training when the target is reached.
 
     Raises:
-        ValueError: The mode is unknown, or no accuracy can reach the target. During training:
-            validation does not log the metric.
+        ValueError: The mode is unknown, or no accuracy can reach the target. Also raised during
+            training if validation does not log the metric.
     """
 
     def __init__(
@@ -57,9 +59,9 @@ class TimeToAccuracy(Callback):
         self.stop = stop
         self.reached: dict[str, float] | None = None
         self._earlier_fits_s = 0.0
-        self._validation_s = 0.0  # of all fits
+        self._validation_s = 0.0  # over all `fit` calls
         self._validation_began_s = 0.0
-        self._fit_began_s: float | None = None  # None: no fit is running
+        self._fit_began_s: float | None = None  # None while no fit is running
 
     def state_dict(self) -> dict[str, Any]:
         """Return the elapsed times and the result."""
@@ -112,7 +114,7 @@ class TimeToAccuracy(Callback):
         """
         if self._fit_began_s is None or trainer.sanity_checking:  # no training is running
             return
-        # Updated before the check, so that the training time excludes the validation that reached
+        # This precedes the check, so that the training time excludes the validation that reached
         # the target.
         self._validation_s += perf_counter() - self._validation_began_s
         if self.reached is None and self._is_reached(trainer):

@@ -27,19 +27,19 @@ from lightning_hybrid.run_status import RunStatus, run_status
 class TrainingMetrics(Callback):
     """Callback that logs throughput, communication, data loading, memory and optimizer metrics.
 
-    `lightning_hybrid.callbacks.metrics` lists all of them, under train, comm, data, throughput and
-    memory. Values are read from the device, and the loss is averaged over ranks, only at every
-    `log_every_n_steps`-th step: *every rank must have this callback.* Metrics that do not apply are
-    left out, such as trust ratios without LARS or LAMB. Times are measured on rank zero between two
-    logged steps, without validation. They assume equal batch sizes on all ranks.
+    `lightning_hybrid.callbacks.metrics` lists all metrics, in the groups train, comm, data,
+    throughput and memory. Every `log_every_n_steps` steps, values are read from the device and the
+    loss is averaged over ranks. Therefore *every rank must have this callback.* Metrics that do not
+    apply are omitted, such as trust ratios without LARS or LAMB. Times are measured on rank zero
+    between two logged steps, without validation. Throughput assumes equal batch sizes on all ranks.
 
     Args:
-        skip_steps: Number of initial steps of this process without times, while memory is allocated
-            and buckets are built.
-        flops_per_image: Floating-point operations of forward and backward for one image, in which a
-            multiply-add counts as two. None: operations per second are not logged.
-        peak_flops_per_s: Peak of one rank's device in the precision used, from its data sheet.
-            None: utilisation is not logged.
+        skip_steps: Number of initial steps for which no times are logged, because memory is
+            allocated and buckets are built during these steps.
+        flops_per_image: Number of floating-point operations of forward and backward for one image,
+            where a multiply-add counts as two. If None, operations per second are not logged.
+        peak_flops_per_s: Peak performance of one rank's device in the precision used, from its data
+            sheet. If None, utilisation is not logged.
         with_trust_ratios: Whether to log trust ratios. They cost two passes over all weights at
             each logged step.
 
@@ -78,11 +78,11 @@ class TrainingMetrics(Callback):
         self.with_trust_ratios = with_trust_ratios
 
         self._last_step = 0
-        self._num_steps = 0  # of this process
+        self._num_steps = 0  # since the start of this process
         self._lr: Any = 0.0
         self._momentum: float | None = None
         self._validation_began_s = 0.0
-        # The window since the last logged step.
+        # Counters since the last logged step.
         self._window_images = 0
         self._window_first_step = 0
         self._window_began_s = 0.0
@@ -130,7 +130,7 @@ class TrainingMetrics(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count images and steps, and log all metrics if this step is logged."""
+        """Count images and steps, and log all metrics at logged steps."""
         self._window_images += num_images(batch) * _num_shards(trainer)
         if trainer.global_step == self._last_step:  # gradients are being accumulated
             return
@@ -142,8 +142,7 @@ class TrainingMetrics(Callback):
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
         status = run_status(trainer)
-        # The counters are drained even if they are not logged, because each window starts from
-        # zero.
+        # The counters are reset even if they are not logged, because each window starts from zero.
         comm = CommSummary() if status.comm_trace is None else status.comm_trace.drain()
         # The clock is read first, because the other metrics take time.
         clock_values = self._clock_metrics(trainer, comm, status.link_bytes_per_s)
@@ -157,7 +156,7 @@ class TrainingMetrics(Callback):
         self._window_images = 0
         self._window_first_step = self._num_steps
         self._window_validation_s = 0.0
-        _take_waits_s(trainer)  # earlier waits belong to no window
+        _take_waits_s(trainer)  # discard waits before the window
         self._window_began_s = perf_counter()
         self._window_is_warm = self._num_steps >= self.skip_steps
 
@@ -167,8 +166,8 @@ class TrainingMetrics(Callback):
         values = {m.TRAIN_LR: float(self._lr)}
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
-        # With manual optimization, some or all ranks may return no loss, and the loss of a repeated
-        # batch does not count. Each rank adds its loss and the number of its losses.
+        # With manual optimization, some or all ranks may return no loss. The loss of a repeated
+        # batch does not count. Each rank therefore contributes its loss and its number of losses.
         loss_and_number = torch.zeros(2, device=trainer.strategy.root_device)
         if outputs and "loss" in outputs and not status.repeats_batch:
             # Lightning divides the loss of a batch by the number of batches of a step.
@@ -214,7 +213,7 @@ def is_logged_step(trainer: Any, *, is_next: bool = False) -> bool:
 def num_images(batch: Any) -> int:
     """Return the number of samples in a batch.
 
-    If the tensors of the batch have different lengths, it is the length of the first tensor.
+    If the tensors of the batch have different lengths, the length of the first tensor is returned.
 
     >>> num_images({"images": torch.zeros(7, 1, 16, 16), "labels": torch.zeros(7)})
     7
@@ -223,7 +222,7 @@ def num_images(batch: Any) -> int:
     """
     try:
         return count_rows(batch)
-    except ValueError:  # such as from several loaders with different batch sizes
+    except ValueError:  # for example, batches of several loaders with different batch sizes
         for leaf in leaves(batch):
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
                 return len(leaf)
@@ -244,7 +243,9 @@ def momentum_of(group: dict[str, Any]) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far in bytes, of torch on a CUDA device or of this process on a CPU.
+    """Return the peak memory usage so far, in bytes.
+
+    On a CUDA device this is the memory allocated by torch, and on a CPU the memory of the process.
 
     >>> 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**43
     True
@@ -257,12 +258,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, float]:
-    """Return the minimum, median and maximum trust ratio of each parameter group after a step.
+    """Return the minimum, median and maximum trust ratio of each parameter group.
 
-    After a skipped step the result is empty.
+    The function must be called after an optimizer step. If the step was skipped, the result is
+    empty.
     """
     if status.has_grad_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
-        # Gradients are still scaled, by a factor that the scaler may have changed since.
+        # The gradients are still scaled by a factor that the scaler may have changed since then.
         return {}
     values: dict[str, float] = {}
     with status.update_context(optimizer):
@@ -272,7 +274,7 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
             continue
         ratios = torch.stack(group)
         statistics = torch.stack([ratios.min(), ratios.median(), ratios.max()]).tolist()
-        # After a skipped step the gradients, and so the ratios, are not finite.
+        # After a skipped step, the gradients and therefore the ratios are not finite.
         if all(map(math.isfinite, statistics)):
             for name, value in zip(m.TRUST_RATIOS, statistics, strict=True):
                 values[m.with_index(name, index)] = value
@@ -284,7 +286,7 @@ def _num_shards(trainer: pl.Trainer) -> int:
 
     The ranks of a pipeline read the same batches and count once.
     """
-    # A strategy of one device has no sampler arguments.
+    # Single-device strategies have no sampler arguments.
     sampler_kwargs = trainer.distributed_sampler_kwargs
     num_shards = run_status(trainer).num_shards
     if num_shards is not None:
@@ -295,7 +297,10 @@ def _num_shards(trainer: pl.Trainer) -> int:
 
 
 def _take_waits_s(trainer: pl.Trainer) -> list[float]:
-    """Return and reset the waiting time in seconds of each loader that measures it."""
+    """Return how long the host has waited for each loader since the last call, in seconds.
+
+    Loaders that do not measure the waiting time are left out.
+    """
     waits_s = []
     for loader in tree_leaves(trainer.train_dataloader):
         take_wait_s = getattr(loader, "take_wait_s", None)

@@ -1,14 +1,15 @@
-"""Checkpoint files with atomic writes and checksums, so that a file is either complete or absent.
+"""Reading and atomic writing of checkpoint files with checksums.
 
-A file is the zip archive that `torch.save` writes, with a comment at its end:
+Because writes are atomic, a file is either complete or absent. It consists of the zip archive that `torch.save` writes,
+and a comment:
 
     archive                                        as torch wrote it, except the last 2 bytes: the comment's length
     "lightning_hybrid crc32 <8 hex> of <16 hex>"   checksum and number of the preceding bytes
 
 torch, stock Lightning and `unzip` can read the file. torch does not verify checksums, so a flipped bit in a weight
-would load without an error. CRC-32 detects all damage of up to 32 consecutive bits, and misses one in 4 billion larger
-errors. It does not protect against malicious files, but `weights_only` does. If the process is killed, the name refers
-to either the old or the new file:
+would load without an error. CRC-32 detects any damage of up to 32 consecutive bits, and misses one in 4 billion larger
+errors. It does not protect against malicious files, but `weights_only` does. Files are written in an order which
+ensures that the name refers to either the old or the new file if the process is killed:
 
     write .NAME.part, fsync  ->  rename to NAME, fsync of the directory  ->  rename the old file to NAME.previous
 """
@@ -45,7 +46,7 @@ class DamagedCheckpointError(ValueError):
 class RefusedCheckpointError(UnpicklingError, ValueError):
     """Error raised when a checkpoint contains objects other than tensors and plain data.
 
-    It is an `UnpicklingError`, as in torch.
+    The class derives from `UnpicklingError`, which torch raises in this case.
     """
 
 
@@ -60,7 +61,7 @@ class CheckpointWriteError(OSError):
 
 
 def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True) -> None:
-    """Write a checkpoint file atomically and durably, or leave existing files unchanged on failure.
+    """Write a checkpoint file atomically and sync it to disk, leaving existing files intact on failure.
 
     Args:
         checkpoint: Object to save, as in `torch.save`.
@@ -70,7 +71,7 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
     Raises:
         CheckpointWriteError: The file cannot be written, for example because the disk is full.
     """
-    # The old file has this second name until the new one is durable, so that one of them exists at any moment.
+    # Until the new file is on disk, the old file also has this second name. At any moment, one of the two files exists.
     old = path.with_name(f".{path.name}.old")
     sink: _ChecksumFile | None = None
     is_moved = False  # Whether the old file was renamed, because the file system has no hard links.
@@ -103,7 +104,7 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
 
 
 def _cause_of_failed_write(error: BaseException, sink: _ChecksumFile | None) -> OSError | None:
-    # torch's writer replaces an error of the file by its own error, which does not say "disk full".
+    # torch's writer replaces the error of the file by its own error, which does not say "disk full".
     if isinstance(error, OSError):
         return error
     if sink is not None:
@@ -123,7 +124,7 @@ def previous_of(path: Path) -> Path:
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint file and its previous version, or a checkpoint directory.
 
-    Other strategies write checkpoint directories.
+    Checkpoint directories are written by other strategies.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -133,9 +134,9 @@ def remove_checkpoint(path: Path) -> None:
 
 
 class _ChecksumFile:
-    """Writable file wrapper that computes a CRC-32 checksum and appends it as a zip comment.
+    """Wrapper of a writable file that computes a CRC-32 checksum and appends it as a zip comment.
 
-    It withholds the last two bytes, which are the length of the comment, until `finish`.
+    The last two bytes, which are the length of the comment, are withheld until `finish` is called.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -147,8 +148,8 @@ class _ChecksumFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # The last two bytes are the length of the archive's comment, which torch writes as 0. They are withheld,
-        # because torch writes in pieces of any size, and only `finish` knows which piece was the last.
+        # The last two bytes are the length of the archive's comment, which torch writes as 0. They are withheld until
+        # `finish`, because torch writes pieces of any size, and this method does not know which piece is the last.
         if len(view) < 2:
             view = memoryview(self.withheld + view)
         else:
@@ -161,7 +162,7 @@ class _ChecksumFile:
         """Do nothing, because the file is not buffered."""
 
     def finish(self) -> None:
-        """Write the zip comment, which contains the checksum, after its length."""
+        """Write the length of the zip comment, and the comment with the checksum."""
         assert self.withheld == b"\0\0", "torch.save did not end with an archive without a comment"
         self._put(memoryview(_COMMENT_BYTES.to_bytes(2, "little")))
         comment = _COMMENT % (self.crc32, self.num_bytes)
@@ -218,14 +219,14 @@ def load_unchecked(
     Args:
         path: File to load.
         map_location: As in `torch.load`.
-        weights_only: Whether to refuse objects other than tensors and plain data. False also builds objects that the
-            file describes, which can run any code, and is for your own files. None: torch's default, which is True
-            unless the environment overrides it.
+        weights_only: Whether to reject objects other than tensors and plain data. Set it to False only for files that
+            you trust, because creating other objects can run arbitrary code. None selects torch's default, which is
+            True unless the environment overrides it.
         mmap: As in `torch.load`, to read only parts of the file.
 
     Raises:
         DamagedCheckpointError: The file cannot be read.
-        RefusedCheckpointError: The file holds more than tensors and plain data.
+        RefusedCheckpointError: The file contains objects other than tensors and plain data.
         FileNotFoundError: There is no such file.
     """
     try:
@@ -234,15 +235,15 @@ def load_unchecked(
         )
     except FileNotFoundError:
         raise
-    except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError, OSError
-        # torch raises UnpicklingError for refused classes and for damage. The classes in the file tell them apart.
+    except Exception as error:  # RuntimeError, UnpicklingError, EOFError, KeyError, OSError or others, raised by torch
+        # torch raises UnpicklingError both for rejected classes and for damage. The classes in the file show which.
         refused_classes = []
         if isinstance(error, UnpicklingError) and weights_only is not False:
             refused_classes = _objects_in(path)
         if not refused_classes:
             reason = first_line(error)
             if isinstance(error, UnpicklingError):
-                # torch's advice to load it with weights_only=False would not help, and is dangerous.
+                # torch's advice to use weights_only=False would not help, and is dangerous.
                 reason = "it is not a file written by `torch.save`"
             raise DamagedCheckpointError(_damaged(path, reason)) from error
         raise RefusedCheckpointError(
@@ -253,10 +254,10 @@ def load_unchecked(
 
 
 def check_whole(path: Path) -> bool:
-    """Verify a checkpoint file's checksum, and return False if the file has none.
+    """Verify the checksum of a checkpoint file, and return whether the file has a checksum.
 
     Raises:
-        DamagedCheckpointError: The checksum differs, or the file is not a checkpoint.
+        DamagedCheckpointError: The checksum is wrong, or the file is not a checkpoint.
     """
     num_bytes = path.stat().st_size
     if num_bytes == 0:
@@ -264,8 +265,8 @@ def check_whole(path: Path) -> bool:
     with path.open("rb") as file:
         comment = _end_of(file, num_bytes, _COMMENT_BYTES)
         if not comment.startswith(_MAGIC):
-            # A file of stock Lightning has no checksum and is accepted. A truncated file of this package has none
-            # either, but does not end like torch's archives.
+            # Files written by stock Lightning have no checksum and are accepted. A truncated file of this package has
+            # no checksum either, but it does not have the end of a zip archive.
             if _is_archive(file) and not _has_archive_end(file, num_bytes):
                 raise DamagedCheckpointError(
                     _damaged(path, "the end of the file is missing or corrupt")
@@ -299,9 +300,9 @@ def _crc32_of(file: BinaryIO, num_bytes: int) -> int:
 
 
 def mark_of(path: Path) -> str:
-    """Return a short text that identifies a checkpoint by its name and checksum.
+    """Return the name and checksum of a checkpoint file, as a short text that identifies the file.
 
-    If the file has no checksum, the text contains its size. Only the end of the file is read.
+    If the file has no checksum, the text contains the size instead. Only the end of the file is read.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
@@ -323,7 +324,7 @@ def _end_of(file: BinaryIO, num_bytes: int, length: int) -> bytes:
 
 
 def not_found(path: Path) -> str:
-    """Return the error message for a missing checkpoint, which lists the newest ones in its folder."""
+    """Return an error message for a missing checkpoint, with the newest checkpoints in the folder."""
     folder = path.parent
     problem = f"Checkpoint file not found: {path}."
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in host memory, which stay unchanged while training continues."""
+"""Host-memory copies of checkpoints, which do not change while training continues."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _ALIGNED_BYTES = 64  # alignment of torch's own allocations
 def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
     """Deep-copy an object, with each tensor replaced by the result of `of_tensor(tensor)`.
 
-    Tensors at any depth are replaced.
-
-    Parameters are copied by their own method, which cannot be replaced.
+    Tensors are replaced at any depth, except parameters, which are copied by their own method.
 
     >>> class Record:
     ...     weight = None
@@ -35,7 +33,7 @@ def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _CopiesOfTensors(TorchFunctionMode):
-    """Torch function mode that replaces `Tensor.__deepcopy__` by a given function."""
+    """Torch function mode that replaces `Tensor.__deepcopy__` with a given function."""
 
     def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -52,17 +50,17 @@ class _CopiesOfTensors(TorchFunctionMode):
 class HostCopies:
     """Reusable host memory that holds copies of a checkpoint's tensors.
 
-    Copies of CPU tensors are stored one after the other in one block. Copies of CUDA tensors are stored in a second,
-    page-locked block:
+    Copies of CPU tensors are stored one after the other in a block of memory. Copies of CUDA tensors are stored in a
+    second block, which is page-locked:
 
         bytes of a block = bytes of its tensors, each rounded up to a multiple of 64
 
-    A block that is too small is replaced by one with an extra 1/8 of the bytes. Copies from CUDA are enqueued after the
-    step in progress, so `wait` must be called before reading them.
+    If a block is too small, a new block with 1/8 more bytes than needed replaces it. Copies from CUDA are enqueued
+    after the current step. Call `wait` before you read them.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[bool, Tensor] = {}  # by whether the block is page-locked
+        self._blocks: dict[bool, Tensor] = {}  # the key says whether the block is page-locked
         self._events: list[torch.cuda.Event] = []
 
     @property
@@ -73,8 +71,8 @@ class HostCopies:
     def take(self, checkpoint: Any) -> Any:
         """Copy a checkpoint to host memory and return the copy, which is valid until the next call.
 
-        Later training steps do not change it. All values keep their types. Tensors move to the CPU, except parameters,
-        sparse and quantized tensors.
+        Later training steps do not change the copy. All values keep their types. Tensors are copied to the CPU, except
+        parameters, sparse tensors and quantized tensors.
         """
         # The first pass collects the tensors, so that the size of a block is known before it is filled. The second pass
         # replaces the tensors by their copies.
@@ -82,7 +80,7 @@ class HostCopies:
 
         def collect(tensor: Tensor) -> Tensor:
             if _is_plain_memory(tensor):
-                tensors.setdefault(_key_of(tensor), tensor)  # tied weights stay one tensor
+                tensors.setdefault(_key_of(tensor), tensor)  # tied weights are copied once
             return tensor
 
         frame = deep_copied(checkpoint, of_tensor=collect)
@@ -92,9 +90,11 @@ class HostCopies:
             host_copy = None
             if _is_plain_memory(tensor):
                 host_copy = copies.get(_key_of(tensor))
-            if host_copy is None:  # also a tensor that an object creates only while it is copied
+            if (
+                host_copy is None
+            ):  # for example, a tensor that an object creates only while it is copied
                 host_copy = tensor.detach().clone()
-            if tensor.requires_grad:  # a file stores this flag as well
+            if tensor.requires_grad:  # checkpoint files store this flag
                 return host_copy.detach().requires_grad_()
             return host_copy
 
@@ -132,7 +132,7 @@ class HostCopies:
         return {key: _copy_at(block, begins[key], tensor) for key, tensor in tensors.items()}
 
     def _block_of(self, num_bytes: int, *, is_locked: bool) -> Tensor:
-        # One block is reused for tensors of any shape, because allocating new pages takes a CPU longer than the copy.
+        # The block is reused for tensors of any shape, because allocating new memory pages takes longer than copying.
         # torch rounds page-locked memory up to a power of two.
         block = self._blocks.pop(is_locked, None)
         if block is None or block.numel() < num_bytes:
@@ -140,14 +140,14 @@ class HostCopies:
             if block is not None:
                 size += num_bytes // 8
             block = None  # frees the old block before the larger one is allocated
-            # The device is named, because `torch.set_default_device` could otherwise choose one that cannot be pinned.
+            # The device is explicit, because `torch.set_default_device` may select a device without pinned memory.
             block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
         self._blocks[is_locked] = block
         return block
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided, unquantized, not empty and not a subclass instance."""
+    """Return whether a tensor is a non-empty, strided, unquantized instance of `Tensor` itself."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return False
     return not tensor.is_quantized and tensor.numel() > 0
@@ -160,18 +160,18 @@ def _key_of(tensor: Tensor) -> _Key:
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        # torch marks a conjugate or negative view only by a flag, and the view shares memory with its base tensor.
+        # Conjugate and negative views share memory with their base tensor and differ from it only by these flags.
         tensor.is_conj(),
         tensor.is_neg(),
     )
 
 
 def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
-    # `frombuffer` creates a storage of this range only. This matters because `torch.save` writes whole storages.
+    # `frombuffer` creates a storage of only this range. This matters because `torch.save` writes whole storages.
     flat = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
-    # A tensor on `meta` has no memory. It only provides the strides that torch would choose.
+    # The tensor on `meta` has no memory and only provides the strides that torch would choose.
     strides = torch.empty_like(tensor, device="meta").stride()
     target = flat.as_strided(tensor.shape, strides)
-    # A copy from CUDA to page-locked memory copies bytes, so the flags of a conjugate or negative view would be lost.
+    # A copy from CUDA to page-locked memory copies only bytes. Conjugate and negative views would lose their flags.
     source = tensor.detach().resolve_conj().resolve_neg()
     return target.copy_(source, non_blocking=tensor.is_cuda)

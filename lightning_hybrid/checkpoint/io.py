@@ -1,4 +1,4 @@
-"""Checkpoint plugin for Lightning that writes checkpoint files atomically and with checksums."""
+"""Lightning checkpoint plugin that writes checkpoint files atomically and with checksums."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ class DurableCheckpointIOMixin(_Base):
     A file is either complete or absent:
 
         save      temporary file by `torch.save`, checksum, fsync, atomic rename
-        load      verify the checksum, then `torch.load`, which by default runs no code that a file names
-        remove    only after everything saved earlier is on disk, and not if that failed
+        load      verify the checksum, then `torch.load`, which by default does not run code from the file
+        remove    only after all earlier saves are on disk, and only if they succeeded
 
-    Any Lightning checkpoint reader can read these files, and checkpoints from other sources load without verification.
-    For URLs (`s3://...`) Lightning's own writer is used, without checksum or background thread. Values keep their
-    types. The first save warns about objects that torch loads only with `weights_only=False`, such as OmegaConf objects
-    in hyper-parameters.
+    The files can be read by any reader of Lightning checkpoints. Checkpoints from other sources are loaded without
+    verification. For URLs (`s3://...`), Lightning's own writer is used, without checksum or background thread. Values
+    keep their types. The first save warns about objects that torch loads only with `weights_only=False`, such as
+    OmegaConf objects in hyper-parameters.
 
     Args:
-        in_background: Whether to copy the tensors to host memory, for which training waits, and write them in a thread,
-            for which it does not wait. A kill before the thread finishes leaves the previous checkpoint. False:
-            training waits for the disk.
-        max_in_memory: Maximum number of copied checkpoints that wait to be written (with `in_background`). A further
-            save waits until the first of them is written. Each checkpoint that is not yet written takes host memory of
-            the size of its tensors. One such block is kept between checkpoints, and freed at the end of the run.
-        timeout_s: Seconds that a save and the end of the run wait for the thread.
-        keep_previous: Whether an overwritten checkpoint is kept as `<name>.previous.ckpt`. It doubles the disk space,
-            and a run can resume from it if the disk damages the newest file. The recipes set it for `resume=auto`.
-            False: as in `ddp`.
+        in_background: Whether to write checkpoints in a background thread. Training then waits only until the tensors
+            are copied to host memory. If the process is killed before the thread finishes, the previous checkpoint
+            remains. If False, training waits for the disk.
+        max_in_memory: Maximum number of copied checkpoints that wait to be written (with `in_background`). Another
+            save waits until the first of these checkpoints is written. Each checkpoint that is not yet written takes
+            host memory of the size of its tensors. One block of this size is kept between checkpoints, and freed at
+            the end of the run.
+        timeout_s: Maximum time in seconds that a save, or the end of the run, waits for the thread.
+        keep_previous: Whether an overwritten checkpoint is kept as `<name>.previous.ckpt`. A run can resume from this
+            file if the disk damages the newest file. It takes twice the disk space. The recipes set this option for
+            `resume=auto`. False behaves like `ddp`.
         on_error: `"raise"` stops the run if writing fails, for example because the disk is full. `"warn"` continues
-            with the old checkpoint and tries again at the next save. With `in_background` the error appears at the
+            with the old checkpoint and tries again at the next save. With `in_background`, the error appears at the
             next save or at the end of the run.
 
     Raises:
@@ -67,7 +68,7 @@ class DurableCheckpointIOMixin(_Base):
         *,
         in_background: bool = False,
         max_in_memory: int = 2,
-        # Chosen so that a disk of 200 MB/s can write a checkpoint of 100 GB, which takes 500 s.
+        # Long enough for a disk of 200 MB/s to write a checkpoint of 100 GB, which takes 500 s.
         timeout_s: float = 900.0,
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
@@ -111,12 +112,12 @@ class DurableCheckpointIOMixin(_Base):
                 self._raise(error)
             return
 
-        # A thread cannot raise an error in the training loop, so the next call does.
+        # The background thread cannot raise an error in the training loop. The next call raises it.
         self._raise_earlier_error()
         if not self._thread.wait_for_slot(limit_s=self.timeout_s):
             raise self._too_slow()
-        # Memory in `_copies` is not used by any job. It is taken out, so that no later save overwrites it while the
-        # thread reads it.
+        # Memory in `_copies` is not in use by any job. It is removed from the list, so that no later save overwrites it
+        # while the thread reads it.
         if self._copies:
             copies = self._copies.pop()
         else:
@@ -133,7 +134,7 @@ class DurableCheckpointIOMixin(_Base):
             FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
         """
         if not _is_local(path):
-            # With None, Lightning would build all objects of a file behind http(s).
+            # With None, Lightning would create all objects in a file loaded from http(s).
             if weights_only is None:
                 weights_only = True
             return super().load_checkpoint(path, map_location, weights_only)
@@ -146,13 +147,13 @@ class DurableCheckpointIOMixin(_Base):
         return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint after all pending writes are done, unless the latest of these writes failed."""
+        """Remove a checkpoint after all pending writes, unless the last write failed."""
         if not _is_local(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
-            # Lightning removes the old checkpoint right after it saves the new one. The removal is queued behind that
-            # write and runs only if it succeeded: otherwise the old checkpoint is the only one. It holds no memory, so
-            # it does not wait for a slot.
+            # Lightning removes the old checkpoint right after it saves the new one. The removal is queued behind this
+            # save and runs only if the save succeeded, because otherwise the old checkpoint is the only one. A removal
+            # holds no memory, so it does not wait for a slot.
             self._thread.put(partial(remove_checkpoint, Path(path)), needs_success=True)
         else:
             remove_checkpoint(Path(path))
@@ -161,7 +162,8 @@ class DurableCheckpointIOMixin(_Base):
         """Wait until all pending checkpoints are written, and free the host memory for copies.
 
         Raises:
-            CheckpointWriteError: A checkpoint was not written. While another error is being raised, it is a warning.
+            CheckpointWriteError: A checkpoint was not written. While another error is being raised, a warning is issued
+                instead.
         """
         try:
             self._wait()
@@ -182,7 +184,7 @@ class DurableCheckpointIOMixin(_Base):
             copies.wait()
             self._write(checkpoint, path)
         finally:
-            # One block of memory is kept for the next checkpoint. A second block is needed only for two in a row.
+            # One block of memory is kept for the next checkpoint. More are needed only if saves follow quickly.
             if not self._copies:
                 self._copies.append(copies)
 
@@ -205,7 +207,7 @@ class DurableCheckpointIOMixin(_Base):
             self._raise(error)
 
     def _raise(self, error: BaseException) -> None:
-        # In `teardown` after a failed step, the user must see the error of the step.
+        # If `teardown` runs after a failed step, the user must see the error of the step.
         would_hide_another = sys.exc_info()[1] not in (None, error)
         is_warning = self.on_error == "warn" or would_hide_another
         if isinstance(error, CheckpointWriteError) and is_warning:
@@ -219,7 +221,7 @@ def _is_local(path: Any) -> bool:
 
 
 def _warn_of_objects(path: Path) -> None:
-    # The user learns at the first write, and not only when the checkpoint is needed, that it does not load by default.
+    # This warns at the first write, rather than when the checkpoint is needed, that it cannot be loaded by default.
     classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
     if classes:
         rank_zero_warn(
@@ -239,7 +241,7 @@ def _user_io_or_durable(strategy: Any) -> Any:
     elif isinstance(io, lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")):
         io.checkpoint_io = (
             strategy._checkpoint_io_type()
-        )  # A wrapper keeps the first one that it gets.
+        )  # A wrapper keeps the first plugin that it is given.
     return io
 
 
@@ -247,6 +249,6 @@ def _set_checkpoint_io(strategy: Any, io: Any) -> None:
     strategy._checkpoint_io = io
 
 
-# Property of a strategy that returns the user's checkpoint plugin, or by default one of type `_checkpoint_io_type`. The
-# default is also inserted into a plugin that wraps another one.
+# Property of a strategy that returns the user's checkpoint plugin, or by default a plugin of the type
+# `_checkpoint_io_type`. The default is also inserted into a plugin that wraps another plugin.
 durable_by_default = property(_user_io_or_durable, _set_checkpoint_io)

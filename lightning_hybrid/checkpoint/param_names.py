@@ -1,4 +1,4 @@
-"""Conversion of optimizer state dicts from parameter indices, as in `ddp`, to parameter names, as in FSDP2."""
+"""Conversion of optimizer state dicts with parameter indices (as in `ddp`) to parameter names (FSDP2)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 def state_by_name(
     state_dict: dict[str, Any], optimizer: Optimizer, module: nn.Module
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with parameter names in place of parameter indices.
+    """Return an optimizer's state dict with parameter indices replaced by parameter names.
 
     An index counts the parameters of all groups, one group after the other. Lightning's `ModelParallelStrategy` treats
-    it as an index of `module.parameters()`. With more than one group, as from `param_groups`, it would load the state
-    of one parameter into another. It uses names unchanged.
+    it as an index into `module.parameters()`. With more than one group, as created by `param_groups`, Lightning would
+    load the state of one parameter into another. Names are not ambiguous.
 
     Args:
-        state_dict: State saved by `ddp` or `hybrid_allreduce`: `checkpoint["optimizer_states"][0]`. A state with names
+        state_dict: State saved by `ddp` or `hybrid_allreduce` (`checkpoint["optimizer_states"][0]`). A state with names
             is returned unchanged.
-        optimizer: Optimizer with the same groups of the same parameters as in the run that saved the state.
+        optimizer: Optimizer with the same parameter groups as in the run that saved the state.
         module: Module that owns the parameters.
 
     Raises:

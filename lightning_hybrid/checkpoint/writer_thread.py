@@ -10,12 +10,12 @@ from typing import Any
 class WriterThread:
     """Job queue with one background thread that runs the jobs in order.
 
-    The thread ends when `wait` finds all jobs done. The process does not exit before all jobs are done. The first error
-    is stored until `take_error`. After an error, jobs that were put with `needs_success` are skipped until another job
-    has succeeded.
+    The thread ends when `wait` finds that all jobs are done. The process does not exit before all jobs are done. The
+    first error is stored until `take_error` is called. After an error, jobs that were added with `needs_success` are
+    skipped until another job has succeeded.
 
     Args:
-        max_jobs: Maximum number of jobs in progress or waiting. `wait_for_slot` waits until there are fewer.
+        max_jobs: Maximum number of running and waiting jobs. `wait_for_slot` waits until there are fewer.
 
     >>> done = []
     >>> writer = WriterThread(2)
@@ -33,7 +33,7 @@ class WriterThread:
         self._has_failed = False
 
     def __reduce__(self) -> Any:
-        # Strategies are pickled (spawn) before any job runs, so there is no queue to keep. A lock cannot be pickled.
+        # Locks cannot be pickled. Strategies are pickled (spawn) before any job runs, so the queue is empty.
         return WriterThread, (self.max_jobs,)
 
     def put(self, job: Callable[[], None], *, needs_success: bool = False) -> None:
@@ -47,12 +47,12 @@ class WriterThread:
         self._jobs.append(self._executor.submit(self._run, job, needs_success))
 
     def wait_for_slot(self, *, limit_s: float) -> bool:
-        """Wait until the queue has room for a job, and return False if the time limit expires first."""
+        """Wait until the queue has room for another job, or return False when the time limit expires."""
         num_to_finish = max(self.num_jobs + 1 - self.max_jobs, 0)
         return not wait(self._jobs[:num_to_finish], limit_s).not_done
 
     def wait(self, *, limit_s: float) -> bool:
-        """Wait until all jobs are done, and return False if the time limit expires first."""
+        """Wait until all jobs are done, or return False when the time limit expires."""
         if wait(self._jobs, limit_s).not_done:
             return False
         if self._executor is not None:
@@ -69,7 +69,9 @@ class WriterThread:
     def take_error(self) -> BaseException | None:
         """Return and clear the stored error, or return None if no job has failed."""
         error = self._error
-        if error is not None:  # Otherwise the thread may store an error meanwhile.
+        if (
+            error is not None
+        ):  # Otherwise, an error that the thread stores in the meantime would be lost.
             self._error = None
         return error
 
@@ -84,6 +86,6 @@ class WriterThread:
             has_failed = True
         else:
             has_failed = False
-        # A removal (needs_success) does not change whether the latest write failed.
+        # The outcome of a job with `needs_success`, such as a removal, does not affect later jobs.
         if not needs_success:
             self._has_failed = has_failed

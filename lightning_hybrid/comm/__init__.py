@@ -2,10 +2,10 @@
 
 hook             divides a bucket and submits it to the engine
 engine/          runs the all-reduce stages of successive buckets at the same time
-topology         knows which ranks share a node
-plan             chooses the size of buckets, and the algorithm that sums each
-bucket_layout    derives sizes of buckets and chunks from numbers of bytes
-health/          turns the failure of one rank into the same error on every rank
+topology         describes which ranks share a node
+plan             chooses bucket sizes, and the all-reduce algorithm of each bucket
+bucket_layout    computes the sizes of buckets and chunks
+health/          raises the same error on every rank when one rank fails
 stats/           counts bytes and seconds
 
 Example::

@@ -1,11 +1,11 @@
-"""Sizes of DDP's buckets and of their chunks, and the message pattern of reductions between nodes."""
+"""Computation of bucket and chunk sizes, and choice of the message pattern between nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-# Names of the exchanges in a sharded update, over the ranks of a node or over all ranks (engine/node_exchange.py).
+# Names of the collectives of a sharded update, over the ranks of a node or over all ranks (engine/node_exchange.py).
 Exchange = Literal[
     "node_sum", "node_gather", "node_collect", "world_sum", "world_gather", "world_collect"
 ]
@@ -17,28 +17,28 @@ MIB = 1024 * KIB
 # Size at which torch's DistributedDataParallel closes its first bucket.
 DDP_FIRST_BUCKET_BYTES = MIB
 
-# Chunks and shards of chunks begin at multiples of this many elements, so that vector instructions find them aligned.
+# Chunks and shards of chunks begin at multiples of this many elements, to be aligned for vector instructions.
 ALIGNMENT = 16
 
-# Bytes that a rank sends in total, up to which it sends its tensor to every other rank ("exchange"). On 4 nodes at
-# 100 Mbit/s and 200 us, 4 KiB took 2.5 ms, against 4.4 ms in two rounds and 6.5 ms in Gloo's ring. For 64 KiB, which
-# exceed the limit there, the times were 18, 12 and 15 ms.
+# A rank sends its tensor to every other rank ("exchange") if it sends at most this many bytes in total. On 4 nodes at
+# 100 Mbit/s and 200 us, 4 KiB took 2.5 ms, against 4.4 ms in two rounds and 6.5 ms in Gloo's ring. A tensor of 64 KiB,
+# which exceeds the limit there, took 18, 12 and 15 ms.
 EXCHANGE_BYTES = 64 * KIB
 
-# Bytes up to which a reduction takes two rounds ("scatter_gather"). On 4 nodes at 1 Gbit/s and 2 ms, 64 KiB took 11 ms,
-# against 29 ms in Gloo's ring, and two rounds were also faster for far larger tensors. At 100 Mbit/s and 200 us they
-# were slower: 44 ms against 40 ms for 256 KiB, and 679 ms against 518 ms for 4 MiB.
+# A reduction of up to this many bytes takes two rounds ("scatter_gather"). On 4 nodes at 1 Gbit/s and 2 ms, 64 KiB took
+# 11 ms, against 29 ms in Gloo's ring, and two rounds were also faster for far larger tensors. At 100 Mbit/s and 200 us,
+# two rounds were slower: 44 ms against 40 ms for 256 KiB, and 679 ms against 518 ms for 4 MiB.
 SCATTER_BYTES = 128 * KIB
 
 Form = Literal["exchange", "scatter_gather", "ring"]
 
 
 def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
-    """Return the communication pattern that all-reduces `num_bytes` over `num_ranks` ranks on different nodes.
+    """Choose the message pattern of an all-reduce over `num_ranks` ranks on different nodes.
 
         exchange          1 round               every rank sends its tensor to every other rank: lowest latency
-        scatter_gather    2 rounds              every rank reduces one shard and sends it to all others
-        ring              2 (n - 1) rounds      Gloo's own ring: one flow at a time uses a slow link best
+        scatter_gather    2 rounds              every rank reduces one shard and sends it to all other ranks
+        ring              2 (n - 1) rounds      Gloo's own ring: a single flow makes the best use of a slow link
 
     >>> [between_nodes_form(4, num_bytes) for num_bytes in (16 * KIB, 128 * KIB, 129 * KIB)]
     ['exchange', 'scatter_gather', 'ring']
@@ -61,8 +61,8 @@ def chunk_numels(numel: int, num_chunks: int, *, alignment: int = ALIGNMENT) -> 
     """
     if not numel:
         return [0]
-    # The first and last chunk are short, because no other stage has work while the first one is in its first stage and
-    # the last one in its last stage.
+    # The first and the last chunk are short, because the other stages are idle while the first chunk is in the first
+    # stage and while the last chunk is in the last stage.
     has_short_ends = num_chunks >= 4
     num_units = num_chunks
     if has_short_ends:
@@ -81,7 +81,7 @@ def _rounded_up(number: int, multiple_of: int) -> int:
 
 
 def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
-    """Return the sizes in bytes at which DDP closes its first bucket and each later bucket.
+    """Return the size limits in bytes of DDP's first bucket and of its later buckets.
 
     >>> ddp_limits(25 * 2**20), ddp_limits(1000)
     ((1048576, 26214400), (1000, 1000))
@@ -90,9 +90,9 @@ def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
 
 
 def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
-    """Return the sizes in bytes of the buckets into which DDP groups tensors of the given sizes.
+    """Group tensors into buckets as DDP does, and return the size of each bucket in bytes.
 
-    This is the rule of torch's `_compute_bucket_assignment_by_size`. DDP closes a bucket once it has reached the limit,
+    The rule is that of torch's `_compute_bucket_assignment_by_size`. DDP closes a bucket once it has reached the limit,
     so most buckets exceed the limit.
 
     >>> mib = 2**20
@@ -114,12 +114,12 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
 
 
 def is_exchange(name: str) -> bool:
-    """Return whether `name` names a collective of a sharded update rather than an all-reduce algorithm."""
+    """Return whether `name` is a collective of a sharded update rather than an all-reduce algorithm."""
     return name in _EXCHANGES
 
 
 def words_of(name: str) -> str:
-    """Return the name of an algorithm with its kind, such as `two_level all-reduce`, for error messages.
+    """Describe an algorithm for error messages, such as `two_level all-reduce`.
 
     >>> words_of("two_level"), words_of("node_gather")
     ('two_level all-reduce', 'node_gather exchange')

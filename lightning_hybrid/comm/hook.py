@@ -4,14 +4,14 @@
 
 `num_terms` is the number of ranks, unless gradients have weights (`strategy/uneven_batches/`).
 
-Only this module divides. If the wire dtype is fp16, `before` is a power of two near sqrt(world_size),
-because such a division is exact. At 2,048 ranks a sum may then be 64 times as large without overflow as without the
-division. Gradients lose 6 bits of the subnormal range. They would lose 11 bits if they were divided by 2,048 first. In
-other dtypes the sum of all gradients does not overflow, so `before` is 1, which saves a pass over memory.
+Only this module divides. If the wire dtype is fp16, `before` is a power of two near sqrt(world_size), because such a
+division is exact. At 2,048 ranks, sums can then be 64 times larger before they overflow. Gradients lose 6 bits of the
+subnormal range. They would lose 11 bits if they were divided by 2,048 before the reduction. In other dtypes the sum of
+all gradients does not overflow, so `before` is 1, which saves a pass over memory.
 
 NCCL adds in the wire dtype and rounds at every addition. Over Gloo, 16-bit tensors are added in fp32 inside a node and
-rounded once. So the accuracy measured on CPUs does not hold on GPUs. Overflow does not depend on the backend: at 2,048
-ranks any partial sum is at most 32 times the largest gradient, and inf and nan survive every order of additions.
+rounded once. Therefore the accuracy measured on CPUs does not apply to GPUs. Overflow does not depend on the backend:
+at 2,048 ranks, partial sums are at most 32 times the largest gradient, and inf and nan survive additions in any order.
 """
 
 import math
@@ -39,9 +39,9 @@ class HookState:
 
     Args:
         engine: Engine that sums the buckets.
-        comm_dtype: Dtype in which buckets are summed: float32, float16 or bfloat16. None: the bucket's own dtype,
-            which needs no copy.
-        scatter: Function of a sharded update, which may average a bucket in another way. If `scatter` is None or
+        comm_dtype: Dtype in which buckets are summed: float32, float16 or bfloat16. If None, the bucket's own dtype is
+            used, which needs no copy.
+        scatter: Function of a sharded update that may average a bucket in a different way. If `scatter` is None or
             returns None, `average_bucket` averages the bucket.
         parameters: Parameters of the module, in the order in which a codec numbers its blocks. Other parameters are
             numbered in the order of the first buckets.
@@ -69,7 +69,7 @@ class HookState:
         self.blocks = BlockNumbers(parameters)
         self.feedback = self._new_feedback()
         self.num_buckets = 0  # number of buckets that DDP has passed to the hook
-        # By the index of the bucket: the ids of its parameters, and the buffer for their gradients.
+        # The ids of a bucket's parameters, and the buffer for their gradients, by bucket index.
         self._padded: dict[int, tuple[list[int], PaddedBucket]] = {}
 
     def _new_feedback(self) -> ErrorFeedback | None:
@@ -118,7 +118,7 @@ class HookState:
 
 
 def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
-    """Check a bucket, and return the communication engine with the bucket's flat gradient tensor.
+    """Check a gradient bucket, and return the communication engine and the bucket's flat tensor.
 
     Raises:
         TypeError: The gradients are sparse.
@@ -139,13 +139,13 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
             "strategy='ddp'."
         )
     if bucket.is_last():
-        # Buckets come in order: all gradients of this rank are ready.
+        # Buckets arrive in order, so all gradients of this rank are ready.
         engine.trace.enter(Phase.WAIT)
     return engine, buffer
 
 
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Start to average a gradient bucket over all ranks, and return a future of the bucket.
+    """Start averaging a gradient bucket over all ranks, and return a future of the bucket.
 
         bucket = (sum over ranks of bucket / before) / after         before * after = num_terms
 
@@ -206,7 +206,7 @@ def feedback_of(
 ) -> BucketFeedback:
     """Return the error-feedback residuals of a bucket.
 
-    Collective within a node if the blocks of the bucket are encoded by other ranks than in the step before.
+    The call is collective within a node if other ranks encode the blocks of the bucket than in the previous step.
     """
     plan = engine.planned(bucket.index(), wire.numel(), wire.dtype)
     cut = (plan.algorithm, plan.num_chunks)
@@ -216,14 +216,14 @@ def feedback_of(
 
 
 def split_divisor(num_terms: float, *, is_fp16: bool) -> tuple[int, float]:
-    """Factor `num_terms` into the divisor before the reduction and the divisor after it.
+    """Split the divisor `num_terms` into one factor before the reduction and one after it.
 
     For fp16, the first divisor is a power of two near the square root of `num_terms`. For other dtypes it is 1.
     `num_terms` is the number of ranks, or the sum of all weights if gradients have weights.
     """
     if not is_fp16:
         return 1, float(num_terms)
-    # A power of two divides exactly. Near the square root, so neither sums overflow nor small gradients vanish.
+    # Division by a power of two is exact. Near the square root, sums do not overflow and small gradients do not vanish.
     before = 1 << (math.ceil(num_terms).bit_length() // 2)
     return before, num_terms / before
 

@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm over pipeline stages and slices of tensor-parallel layers."""
+"""Gradient clipping by the norm over all pipeline stages and tensor-parallel slices."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def clip_by_norm_over_ranks(
 
         g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: norm of all gradients, in the order of the parameters
 
-    The result is that of `torch.nn.utils.clip_grad_norm_` over the whole network. With pipeline stages it is bitwise
-    equal, because each stage adds the norms of its own parameters to zeros, which is exact. With slices it may differ
-    by the order of additions.
+    The result is that of `torch.nn.utils.clip_grad_norm_` over the whole network. With pipeline stages, the results are
+    bitwise equal, because each stage adds the norms of its own parameters to zeros, which is exact. With slices, they
+    may differ slightly, because of the order of additions.
 
     Collective: every rank of `slice_group` and `stage_group` must call it, in the same order.
 
@@ -35,8 +35,8 @@ def clip_by_norm_over_ranks(
         clip_val: Maximum norm.
         device: Device of this rank, which may have no gradient.
         slices: `id` of each parameter that is a slice. The other ranks of `slice_group` hold the other slices.
-        slice_group: Ranks that hold the slices of a layer. None: no layer is sliced.
-        stage_group: Ranks of all pipeline stages. None: there is one stage.
+        slice_group: Ranks that hold the slices of a layer, or None if no layer is sliced.
+        stage_group: Ranks of all pipeline stages, or None if there is only one stage.
         counted_elsewhere: `id` of each tied parameter whose norm another stage contributes.
     """
     parameters: list[Tensor] = []
@@ -46,7 +46,7 @@ def clip_by_norm_over_ranks(
 
     dtype = torch.float32
     if any(parameter.dtype is torch.float64 for parameter in parameters):
-        dtype = torch.float64  # The same on all ranks.
+        dtype = torch.float64  # the same dtype on all ranks
     norms_and_counts = torch.zeros(2, len(parameters), dtype=dtype, device=device)
     norms, counts = norms_and_counts.unbind()
     is_slice = torch.zeros(len(parameters), dtype=torch.bool, device=device)
@@ -73,8 +73,8 @@ def clip_by_norm_over_ranks(
     if not gradients:
         return
 
-    # torch's norm is over the parameters that have a gradient. On a GPU their number would have to be read back, so
-    # there the norms of other parameters are set to zero.
+    # torch computes the norm over the parameters that have a gradient. On a GPU, selecting them would require reading
+    # their number from the device. Therefore the norms of all other parameters are set to zero there.
     has_gradient = counts > 0
     if device.type == "cpu":
         norms = norms[has_gradient]

@@ -1,4 +1,4 @@
-"""Communication plan, which sets bucket sizes and the all-reduce algorithm and chunks of each bucket."""
+"""Communication plan: bucket sizes, and the all-reduce algorithm and chunks of each bucket."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ NodeShape = Any
 # Buckets are not made smaller than this to reach a number of buckets.
 LEAST_FUSED_BYTES = 2 * MIB
 
-# With n equal buckets, and communication that takes as long as backward, a fraction 1 - 1 / n of the communication is
-# hidden behind backward. On one node there is no slow link to hide, and each bucket has a cost: 8 MiB of gradients of 4
-# ranks on 2 cores took 54 ms in 4 buckets and 31 ms in 2. On CUDA each bucket costs the tens of microseconds that NCCL
-# takes to start, so there None means DDP's own rule.
+# If communication takes as long as backward, n equal buckets hide a fraction 1 - 1 / n of it behind backward. On one
+# node there is no slow link to hide, and each bucket has a cost: 8 MiB of gradients of 4 ranks on 2 cores took 54 ms in
+# 4 buckets and 31 ms in 2. On CUDA, NCCL takes tens of microseconds to start each bucket, so None means DDP's own rule.
 NUM_BUCKETS_ACROSS_NODES = 16
 
-# No chunk is made smaller than this, because its messages would cost more time than they hide.
+# Chunks are not made smaller than this, because their messages would take more time than the overlap saves.
 LEAST_CHUNK_BYTES = 64 * KIB
-# On CUDA a chunk costs three launches. The model predicts 7.5 ms for the 99 chunks of a ResNet-50 on 2 HGX H200, and
-# 0.8 ms for buckets that are not split.
+# On CUDA, a chunk costs three launches. For a ResNet-50 on 2 HGX H200, the cost model predicts 7.5 ms with 99 chunks,
+# and 0.8 ms if buckets are not split.
 CUDA_CHUNK_BYTES = 16 * MIB
 MOST_CUDA_CHUNKS = 4
 
@@ -72,7 +71,7 @@ class BucketPlan:
 class CommPlan:
     """Communication plan that sets bucket sizes and selects the all-reduce algorithm of each bucket.
 
-    `algorithm="auto"` is the following static rule, which measures nothing:
+    `algorithm="auto"` selects the algorithm by the following static rule, without measurements:
 
     ================================================  ================================================================
     CUDA                                              `flat`, in DDP's own buckets. NCCL knows the node's links and
@@ -88,30 +87,30 @@ class CommPlan:
     otherwise                                         `two_level`. Bytes dominate, and each rank's link carries a share.
     ================================================  ================================================================
 
-    An algorithm that is set by name is used, except for `two_level` on nodes of different size: `flat` replaces it, and
-    `fallback` returns a warning.
+    An algorithm that is set by name is always used, with one exception: on nodes of different size, `flat` replaces
+    `two_level`, and `fallback` returns a warning.
 
-    A chunk is a slice of a bucket that passes through the all-reduce stages separately. So the wire between nodes
-    carries one chunk while another is reduced inside the node. On CUDA only `hierarchical` and `two_level` use chunks,
-    for buckets of 32 MiB or more, and at most four.
+    A chunk is a slice of a bucket that passes through the all-reduce stages separately, so that one chunk is sent
+    between nodes while another is reduced inside the node. On CUDA, only `hierarchical` and `two_level` use chunks, at
+    most four per bucket, for buckets of 32 MiB or more.
 
     Args:
         algorithm: `auto`, `flat`, `parallel_flat`, `hierarchical` or `two_level`.
-        bucket_bytes: Size up to which small tensors are fused. A larger tensor has a bucket to itself. The default is
-            DistributedDataParallel's own, 25 MiB, so that by default only the algorithm differs from DDP.
-        num_buckets: Number of buckets to aim at. Tensors are fused into smaller buckets if there would be fewer, but
-            not into buckets below 2 MiB. With 1, only `bucket_bytes` counts. None: 16 between nodes, 1 on one node, and
-            DDP's own rule on CUDA (`ddp_buckets`).
-        last_bucket_bytes: Size up to which tensors are fused in the bucket that is ready last, which backward cannot
-            hide. If `num_buckets` is None, it is used only between nodes, and not on CUDA.
+        bucket_bytes: Size up to which small tensors are fused. A larger tensor has its own bucket. The default of
+            25 MiB is that of DistributedDataParallel, so that by default only the algorithm differs from DDP.
+        num_buckets: Target number of buckets. If there would be fewer, tensors are fused into smaller buckets, but not
+            below 2 MiB. With 1, only `bucket_bytes` matters. None means 16 between nodes, 1 on one node, and DDP's own
+            rule on CUDA (`ddp_buckets`).
+        last_bucket_bytes: Size up to which tensors are fused in the bucket that is ready last, whose communication
+            backward cannot hide. If `num_buckets` is None, this size is used only between nodes, and not on CUDA.
         chunk_bytes: Size of a chunk of `hierarchical` or `two_level` per node. A chunk has about this size times the
             number of nodes, because a ring splits it again into one shard per node.
         num_parallel_groups: Number of independent sets of process groups, which chunks use in turn. `two_level` with k
             ranks on a node uses 2 / k times as many sets, and at least one, because each of its sets has k flows.
         check_order: Whether ranks compare the order of all buckets once per step (order_check.py). The comparison
-            appends 128 elements to the last bucket, which change the position at which Gloo's ring begins to add. So
-            with `flat`, all buckets but the last are bitwise equal to DistributedDataParallel. Without the comparison,
-            the last one is equal as well.
+            appends 128 elements to the last bucket, which change the position at which Gloo's ring begins to add. With
+            `flat`, all buckets except the last are therefore bitwise equal to DistributedDataParallel. Without the
+            comparison, the last bucket is equal as well.
         hierarchical_below_bytes: Size below which `auto` uses `hierarchical` (see the rule).
 
     Raises:
@@ -216,7 +215,7 @@ class CommPlan:
     ) -> int:
         """Return the number of chunks into which a bucket is split.
 
-        It is one if the algorithm has no two stages that can overlap.
+        The number is one if no two stages of the algorithm can overlap.
         """
         if algorithm == "flat" or topology.world_size == 1:
             return 1
@@ -236,7 +235,7 @@ class CommPlan:
         return min(most, -(-num_bytes // chunk_bytes))
 
     def num_columns(self, algorithm: Algorithm, topology: NodeShape) -> int:
-        """Return the number of sets of process groups over which chunks are distributed round-robin.
+        """Return the number of sets of process groups that the chunks of an algorithm use in turn.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> [CommPlan().num_columns("two_level", Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=k))
@@ -269,14 +268,14 @@ class CommPlan:
         num_buckets = self.num_buckets or NUM_BUCKETS_ACROSS_NODES
         if is_default_on_one_node:
             num_buckets = 1
-        # More buckets hide more of the communication, but each one has a cost.
+        # More buckets hide more of the communication, but each bucket has a cost.
         fused_bytes = max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES)
         fused_bytes = min(self.bucket_bytes, fused_bytes)
         last_limit = fused_bytes
         if not is_default_on_one_node:
             last_limit = min(self.last_bucket_bytes, fused_bytes)
 
-        # The bucket that is ready last, which backward cannot hide, is filled from the end.
+        # The bucket that is ready last, whose communication backward cannot hide, is filled from the end.
         num_in_last = 0
         last_bytes = 0
         for size in reversed(tensor_bytes):
@@ -299,15 +298,15 @@ class CommPlan:
         return sizes
 
     def has_ddp_buckets(self, *, on_cuda: bool) -> bool:
-        """Return whether DistributedDataParallel's own rule determines the buckets."""
+        """Return whether gradients are grouped into buckets by DDP's own rule."""
         return on_cuda and self.num_buckets is None
 
     def algorithm_for(
         self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
     ) -> Algorithm:
-        """Select the all-reduce algorithm of a bucket by its size and dtype and by the topology.
+        """Select the all-reduce algorithm for a bucket, given its size, its dtype and the topology.
 
-        The class docstring describes the rule.
+        The rule is described in the docstring of the class.
 
         Args:
             num_bytes: Size of the bucket on the wire, in bytes.
@@ -331,7 +330,7 @@ class CommPlan:
         return "two_level"
 
     def algorithms(self, topology: NodeShape, *, on_cuda: bool = False) -> tuple[Algorithm, ...]:
-        """Return all algorithms that the plan can select on a topology, beginning with that of small buckets."""
+        """Return all algorithms that the plan can select on a topology, in order of bucket size."""
         algorithms = (
             self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half)
             for size, is_half in self._cases
@@ -341,7 +340,7 @@ class CommPlan:
     def columns(self, topology: NodeShape, *, on_cuda: bool = False) -> dict[Algorithm, int]:
         """Return the number of sets of process groups for each algorithm that the plan can select.
 
-        It is one on CUDA.
+        On CUDA, the number is one.
         """
         columns = {}
         for name in self.algorithms(topology, on_cuda=on_cuda):
@@ -352,7 +351,7 @@ class CommPlan:
 
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
-        """Bucket sizes in bytes, each with a flag for 16-bit dtypes, that cover all cases of `algorithm_for`."""
+        """Examples of (bucket size in bytes, is 16-bit dtype) that cover all branches of `algorithm_for`."""
         return (
             (0, True),
             (self.hierarchical_below_bytes, True),
@@ -360,7 +359,7 @@ class CommPlan:
         )
 
     def fallback(self, topology: NodeShape) -> str | None:
-        """Return a warning if the plan replaces the configured algorithm on this topology, or None."""
+        """Return a warning if the configured algorithm cannot be used on a topology, or None."""
         if self.algorithm != "two_level" or topology.ranks_per_node is not None:
             return None
         return (
@@ -406,7 +405,7 @@ class CommPlan:
 
     @property
     def plan_hash(self) -> str:
-        """Hash of the plan as 16 hexadecimal digits, which is equal for equal plans."""
+        """Hash of the plan's options, as 16 hexadecimal digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -418,7 +417,7 @@ class CommPlan:
         """Create a plan from a JSON string that `to_json` returned.
 
         Raises:
-            ValueError: A key is not an argument or occurs twice, or the text is not JSON, which also excludes NaN.
+            ValueError: A key is not an argument or occurs twice, or the text is not valid JSON. NaN is not valid.
         """
         try:
             values = json.loads(
@@ -470,7 +469,7 @@ def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number followed by its noun in the singular or plural, such as "2 nodes"."""
+    """Format a number with its noun in the singular or plural, such as "2 nodes"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"

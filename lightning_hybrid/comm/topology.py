@@ -15,14 +15,14 @@ import torch.distributed as dist
 from lightning_hybrid.checks import require_whole
 
 # Sets of ranks between which an all-reduce stage communicates. `world`: all ranks. `node`: the ranks of one node.
-# `leaders`: the first rank of every node. `across`: the ranks of equal local rank, one on every node, which needs nodes
-# of equal size.
+# `leaders`: the first rank of every node. `across`: the ranks with the same local rank, one on every node, which needs
+# nodes of equal size.
 Scope = Literal["world", "node", "leaders", "across"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Assignment of all ranks to nodes, as seen from one rank.
+    """Assignment of all ranks to nodes, from the perspective of one rank.
 
     The ranks of a node need not be consecutive, because some launchers assign ranks to nodes in turn. Nodes may differ
     in size.
@@ -97,7 +97,7 @@ class Topology:
         return self.node[0]
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that communicate with each other, for a scope such as `"node"`.
+        """Partition all ranks into groups that communicate with each other, for a scope such as `"node"`.
 
         >>> Topology(rank=0, nodes=((0, 1), (2, 3))).partition("across")
         ((0, 2), (1, 3))
@@ -120,7 +120,7 @@ class Topology:
     def sharers(self, scope: Literal["node", "world"]) -> tuple[int, ...]:
         """Return the ranks that share a sharded optimizer update, in the order of their shards.
 
-        In the scope `"world"`, ranks of equal local rank follow each other, because they share one shard of the node.
+        With `"world"`, ranks with the same local rank are adjacent, because they share one shard of the node.
 
         >>> Topology(rank=0, nodes=((0, 1), (2, 3))).sharers("world")
         (0, 2, 1, 3)
@@ -150,7 +150,7 @@ class Topology:
 
         `identities[r]` is the identity of rank r.
         """
-        # A dictionary keeps the order of insertion, so on every rank the nodes are in the order of their first ranks.
+        # Dictionaries keep insertion order, so that on every rank the nodes are in the order of their first ranks.
         nodes: dict[Hashable, list[int]] = {}
         for owner, identity in enumerate(identities):
             nodes.setdefault(identity, []).append(owner)
@@ -204,7 +204,7 @@ class ReplicaSets:
         topologies = [self._of(ranks) for ranks in self.sets]
         shapes = {(topology.num_nodes, topology.ranks_per_node) for topology in topologies}
         if len(shapes) > 1:
-            # Plans choose stages by the topology, and every rank takes part in creating the groups of all sets.
+            # The topology determines the stages, and every rank takes part in creating the groups of all sets.
             raise ValueError(
                 f"`nodes` (={self.world.nodes}) must have the same number of ranks of each set on every node, but the "
                 f"sets {self.sets} are distributed unequally over the nodes. Launch the same number of ranks on every "
@@ -228,17 +228,17 @@ class ReplicaSets:
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes of the replica set of this rank, whose ranks are numbered from 0."""
+        """Ranks of this rank's set on each node, numbered from 0 within the set."""
         return self.own.nodes
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes over which the set of this rank is spread."""
+        """Number of nodes that have ranks of this rank's set."""
         return self.own.num_nodes
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Number of ranks of this rank's set on each node, or None if this number differs between nodes."""
+        """Number of ranks per node in this rank's set, or None if it differs between nodes."""
         return self.own.ranks_per_node
 
     @property
@@ -254,7 +254,7 @@ class ReplicaSets:
         return self.own.sharers(scope)
 
     def _of(self, ranks: tuple[int, ...]) -> Topology:
-        """Return the topology of a set of ranks, renumbered from 0."""
+        """Return the topology of a set of ranks, with its ranks renumbered from 0."""
         nodes = []
         for node in self.world.nodes:
             indices = tuple(index for index, rank in enumerate(ranks) if rank in node)
@@ -266,7 +266,7 @@ class ReplicaSets:
         return Topology(rank=set_rank, nodes=tuple(sorted(nodes)))
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of global ranks that communicate with each other in a scope, for all sets."""
+        """Partition each set into groups of ranks that communicate with each other, by global rank."""
         groups = []
         for ranks in self.sets:
             for indices in self._of(ranks).partition(scope):
@@ -295,13 +295,13 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return the host name, boot id and network namespace, which together identify a node.
+    """Return the host name, boot ID and network namespace, which together identify a node.
 
-    An entry that cannot be read is an empty string.
+    Entries that cannot be read are empty strings.
     """
-    # The boot id separates hosts that share a name. The network namespace separates containers (and emulated hosts) on
-    # one machine, which reach each other over a network and not over loopback. Cgroups are not used, because launchers
-    # may give each rank of a node its own.
+    # The boot ID distinguishes hosts with the same name. The network namespace distinguishes containers (and emulated
+    # hosts) on one machine, which reach each other over a network and not over loopback. Cgroups are not used, because
+    # launchers may give each rank of a node its own cgroup.
     boot_id = ""
     network_namespace = ""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:

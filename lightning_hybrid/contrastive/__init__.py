@@ -1,4 +1,4 @@
-"""Contrastive losses over the pairs of all ranks, with only some of the pairs in memory at a time."""
+"""Memory-efficient contrastive losses over the pairs of all ranks."""
 
 from lightning_hybrid.contrastive.global_batch import GlobalBatch
 from lightning_hybrid.contrastive.losses import BarlowTwins, InfoNCE, SigLIP

@@ -1,4 +1,4 @@
-"""Wrapper of the user's embedding function, which checks its results."""
+"""Wrapper that checks the results of the user's embedding function."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_hybrid.batch_rows import BatchPart
 
 
 class Embedding:
-    """Wrapper of the user's function that embeds a chunk of a batch, with checks of its results.
+    """Wrapper of the user's function for embedding a chunk of a batch, with checks of its results.
 
     Args:
         function: Module, or method of a module.
-        chunk: Number of rows of a chunk, for error messages.
+        chunk: Number of rows in a chunk, for error messages.
 
     Raises:
         ValueError: `function` is neither a module nor a method of a module.
@@ -36,7 +36,7 @@ class Embedding:
         self._chunk = chunk
 
     def of(self, part: BatchPart) -> tuple[Tensor, ...]:
-        """Return the embeddings of a chunk of the batch.
+        """Compute the embeddings of a chunk of the batch.
 
         Raises:
             ValueError: The results are not tensors with one row for each row of the chunk.

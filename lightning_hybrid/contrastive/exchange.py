@@ -13,10 +13,11 @@ Value = TypeVar("Value")
 
 
 class TreeSum(Generic[Value]):
-    """Running sum in the order of a binary tree, with at most one partial sum per level in memory.
+    """Running sum that adds terms in the order of a binary tree, for reproducible rounding.
 
-    The sum of 2^k terms is `((x0 + x1) + (x2 + x3)) + ...`. It has the same bits whether one rank
+    The sum of 2^k terms is `((x0 + x1) + (x2 + x3)) + ...`. It is bit-identical whether one rank
     adds all terms, or several ranks each add 2^j consecutive terms and then add their partial sums.
+    At most one partial sum per level is in memory.
 
     Args:
         add: Function that adds two values. It must be commutative bit for bit.
@@ -47,7 +48,7 @@ class TreeSum(Generic[Value]):
         self._branches.append((level, term))
 
     def total(self) -> Value:
-        """Return the sum of all terms, of which there must be at least one."""
+        """Return the sum of all terms, after at least one term was added."""
         total = self._branches[-1][1]
         for _, branch in reversed(self._branches[:-1]):
             total = self._add(branch, total)
@@ -55,7 +56,7 @@ class TreeSum(Generic[Value]):
 
 
 def tree_sums(count: int) -> list[TreeSum[Tensor]]:
-    """Create `count` empty `TreeSum` objects that add tensors."""
+    """Create `count` empty `TreeSum` objects for tensors."""
     return [TreeSum[Tensor](torch.add) for _ in range(count)]
 
 
@@ -70,10 +71,10 @@ def tree_sum(terms: Iterable[Tensor]) -> Tensor:
 class Peers:
     """Ranks that share a global batch, connected by their own process group.
 
-    Without distributed training there is one rank and no group. In round k a rank exchanges tensors
-    with `rank XOR k` if the number of ranks is a power of two. A sum over rounds by `TreeSum` then
-    has the same bits on all ranks, and on 1, 2, 4, ... ranks. With other numbers of ranks it sends
-    to `rank + k`, and bits may differ.
+    Without distributed training, there is one rank and no group. If the number of ranks is a power
+    of two, a rank exchanges tensors with `rank XOR k` in round k. Sums over rounds by `TreeSum` are
+    then bit-identical on all ranks, and on 1, 2, 4, ... ranks. With other numbers of ranks, a rank
+    sends to `rank + k`, and sums may differ in their last bits.
 
     Args:
         world: The default process group, or None.
@@ -85,7 +86,7 @@ class Peers:
         self.size = 1
         self._group: Any = None
         if world is not None:
-            # Use a separate group, because another thread may reduce gradients in the default group in any order.
+            # Use a separate group, because another thread may all-reduce gradients in the default group at any time.
             self._group = dist.new_group(group_desc="contrastive")
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
@@ -94,7 +95,7 @@ class Peers:
     def is_power_of_two(self) -> bool:
         """True if the number of ranks is a power of two.
 
-        Sums over ranks then have the same bits as on one rank.
+        If it is, sums over ranks are bit-identical to those on one rank.
         """
         return self.size & (self.size - 1) == 0
 
@@ -104,7 +105,7 @@ class Peers:
         Collective: every rank must call it, in the same order.
 
         Raises:
-            ValueError: Raised on every rank, with the same message.
+            ValueError: Shapes differ. The error is raised on every rank, with the same message.
         """
         if self.size == 1:
             return
@@ -124,9 +125,9 @@ class Peers:
     def rounds(self, tensors: Sequence[Tensor]) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:
         """Yield every rank's tensors in turn, with a flag that is True for this rank's own tensors.
 
-        This rank's tensors come first. The next round is in transit while the current one is
-        processed. A rank sends (size - 1) times the bytes of `tensors`. The yielded tensors are
-        overwritten two rounds later.
+        This rank's tensors come first. While the caller processes one round, the tensors of the
+        next round are in transit. A rank sends (size - 1) times the bytes of `tensors`. The yielded
+        tensors are overwritten two rounds later.
 
         Collective: every rank must call it, in the same order.
         """

@@ -1,4 +1,4 @@
-"""Contrastive loss over more pairs than fit into memory with their activations."""
+"""Contrastive loss over batches whose activations do not fit into memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_hybrid.contrastive.embedding import Embedding
 from lightning_hybrid.contrastive.two_passes import SecondPass, TwoPasses
 
 _NUM_CHECKED_STEPS = 2
-"""Training steps in which user code is checked at length. Averages of weights first move in the second one."""
+"""Number of training steps with slow checks of user code. Averages of weights first change in the second step."""
 
 
 class GlobalBatch(nn.Module):
@@ -22,14 +22,14 @@ class GlobalBatch(nn.Module):
 
         z = embed(batch)            chunk by chunk; activations are freed
         loss = loss(*z)             over the pairs of all ranks
-        backward                    dloss/dz, then each chunk once more: d(embed(chunk) . dloss/dz) / dw
+        backward                    dloss/dz, then each chunk again: d(embed(chunk) . dloss/dz) / dw
 
-    The gradients equal those of one large batch, at the cost of about one more forward. The second pass of
-    a chunk repeats the first exactly. It uses the same:
+    The gradients equal those of one large batch, at the cost of about one additional forward. The second pass of
+    a chunk repeats the first pass exactly. It uses the same:
 
     * parameters and buffers, so that running statistics are updated once;
-    * random numbers: the global ones of torch, NumPy and Python, and those of generators that are attributes of the
-      module, in lists, dictionaries and plain objects too;
+    * random numbers: from the global generators of torch, NumPy and Python, and from generators that are attributes of
+      the module, including generators in lists, dictionaries and plain objects;
     * arithmetic: autocast, default dtype, training or evaluation mode.
 
     Hooks on parameters and `self.log` run once. Other effects of `embed` on Python objects happen
@@ -39,21 +39,23 @@ class GlobalBatch(nn.Module):
     chunk by itself, and a buffer that `embed` writes changes with each chunk.
 
     Gradients of chunks are added over a binary tree. With a loss of this package, chunks of
-    `loss.block` pairs and 2^k chunks on 2^j ranks, they have the same bits on 1, 2, 4 ranks if the
-    all-reduce of gradients uses a tree too (`hierarchical` on 2 x 2 ranks does).
+    `loss.block` pairs and 2^k chunks on 2^j ranks, they are bit-identical on 1, 2 and 4 ranks if
+    the all-reduce of gradients also uses a tree, as `hierarchical` on 2 x 2 ranks does.
 
     Args:
         loss: Module that is called with the embeddings: `InfoNCE`, `SigLIP`, `BarlowTwins`, or any loss of one rank's
             pairs.
         chunk: Number of pairs that pass through the network at a time.
 
-    In `training_step`: `return self.global_batch(self.embed, batch)`, with all pairs of a rank in
-    the batch.
+    In `training_step`, write `return self.global_batch(self.embed, batch)`, with all pairs of a
+    rank in the batch.
 
     Source: Gao et al. 2021 (GradCache, arXiv:2101.06983).
     """
 
-    couples_the_batch: bool = False  # the loss does, but this module treats a step as one batch
+    couples_the_batch: bool = (
+        False  # unlike the loss, because this module treats a step as one batch
+    )
 
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()
@@ -70,16 +72,16 @@ class GlobalBatch(nn.Module):
 
         Args:
             embed: Module, or method of a module, whose parameters receive the gradients. It takes a chunk of the
-                batch and returns one or several tensors with a row for each pair. It is called twice for each chunk.
+                batch and returns one or more tensors with a row for each pair. It is called twice for each chunk.
             batch: Tensors and NumPy arrays with a row for each pair, and lists with an entry for each pair, in any
                 nesting of lists, dictionaries, named tuples and dataclasses. Other values are passed to each chunk
                 unchanged.
 
         Raises:
-            ValueError: `embed` or the batch has another type, or `embed` returns another number of rows, changes
+            ValueError: `embed` or the batch has the wrong type, or `embed` returns the wrong number of rows, changes
                 parameters or leaves them without a gradient.
-            RuntimeError: Raised in backward if parameters have changed since the forward, or `embed` computes something
-                else in its second pass.
+            RuntimeError: Raised in backward if parameters have changed since the forward, or `embed` computes different
+                results in its second pass.
         """
         embedding = Embedding(embed, self.chunk)
         parts = split_rows(batch, self.chunk)

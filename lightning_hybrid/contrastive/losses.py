@@ -3,12 +3,12 @@
 No rank holds all embeddings or a matrix of all pairs. Embeddings pass from rank to rank in blocks
 (`exchange.py`). Products of `block x block` pairs are computed, used and dropped, in forward and
 again in backward (`pair_functions.py`). Sums follow one binary tree over blocks of the global
-batch. Losses and gradients therefore have the same bits on 1, 2, 4, ... ranks if `block` divides
-the pairs of each rank into 2^k blocks.
+batch. Losses and gradients are therefore bit-identical on 1, 2, 4, ... ranks if `block` divides the
+pairs of each rank into 2^k blocks.
 
-The loss is that of the global batch and the same on all ranks. Its gradient at a rank's embeddings
-is multiplied by the number of ranks, because DistributedDataParallel takes the mean over ranks.
-Thus a parameter receives the gradient of the global loss.
+The loss is that of the global batch, and is equal on all ranks. Its gradient with respect to a
+rank's embeddings is multiplied by the number of ranks, because DistributedDataParallel takes the
+mean over ranks. As a result, a parameter receives the gradient of the global loss.
 """
 
 from __future__ import annotations
@@ -32,27 +32,25 @@ from lightning_hybrid.contrastive.pair_functions import (
 )
 
 _LARGEST_SCALE = 100.0
-"""Limit on a learnt scale of CLIP (Radford et al. 2021, section 2.5)."""
+"""Upper limit of the learnt scale, as in CLIP (Radford et al. 2021, section 2.5)."""
 
 
 class PairLoss(nn.Module):
     """Base class of losses on two views, whose rows with the same index form matching pairs.
 
     The views have shape `"pairs features"`. Every rank must call the loss, with the same number of
-    pairs. It is computed in fp32, or in fp64 if the first view is fp64, also under `torch.autocast`
-    and in half precision.
+    pairs. The loss is computed in fp32, or in fp64 if the first view is fp64, even under
+    `torch.autocast` and in half precision.
 
     Args:
-        block: Number of rows of a block. Memory grows with its square, and the bits of the result depend on it.
+        block: Number of rows of a block. Memory grows with its square, and the rounding of the result depends on it.
 
     Raises:
-        ValueError: Raised in forward, on every rank: the views differ in shape, are not matrices, or have other
-            shapes on other ranks.
+        ValueError: Raised in forward, on every rank, if the views differ in shape, are not matrices, or have different
+            shapes on different ranks.
     """
 
-    couples_the_batch: bool = (
-        True  # the gradients of losses on chunks do not add up to that of the batch
-    )
+    couples_the_batch: bool = True  # the gradients of the chunks' losses do not add up to the gradient of the batch's loss
     spans_all_ranks: bool = True
 
     def __init__(self, *, block: int = 256) -> None:
@@ -63,12 +61,12 @@ class PairLoss(nn.Module):
         self._peers: Peers | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_peers": None}  # a process group belongs to this run
+        return self.__dict__ | {"_peers": None}  # process groups are valid only in this run
 
     def peers(self) -> Peers:
         """Return the ranks that take part in the loss, with their process group.
 
-        Collective in its first call of a run: every rank must call it, in the same order.
+        The first call of a run is collective: every rank must make it, in the same order.
         """
         world = None
         if dist.is_available() and dist.is_initialized():
@@ -80,11 +78,11 @@ class PairLoss(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the loss of the global batch.
 
-        Collective: every rank must call it, in the same order, and the same holds for its backward.
+        Collective: every rank must call it, in the same order. The backward pass is collective as well.
         """
         is_pair = a.dim() == 2 and a.shape == b.shape and len(a) > 0
         sizes = tuple(a.shape) if is_pair else (0, 0)
-        # Call this before an error is raised here, because the other ranks wait for this rank's answer.
+        # This precedes any error of this rank, because the other ranks wait for this rank's shapes.
         self.peers().check_same(sizes, device=a.device)
         if not is_pair:
             raise ValueError(
@@ -111,14 +109,14 @@ class InfoNCE(PairLoss):
         loss = mean over 2 N rows of  log sum_j exp(l_ij) - l_ip(i)
         j runs over the other view (N rows), or with `both_views` over both except for i itself (2 N - 1)
 
-    It is the cross entropy of each row's partner, averaged over both views. N is the number of
-    pairs of all W ranks. A rank sends (W - 1) / W * N * (16 d + 8) bytes per step, for d features
-    in fp32.
+    This is the cross entropy for predicting each row's partner, averaged over both views. N is the
+    number of pairs of all W ranks. A rank sends (W - 1) / W * N * (16 d + 8) bytes per step, for d
+    features in fp32.
 
     Args:
         temperature: Number, or None for the parameter `logit_scale`, which is learnt as in CLIP. The parameter is
             log(1 / temperature), starts at log(1 / 0.07), and its exponential is limited to 100.
-        both_views: Whether rows of the same view are negatives too.
+        both_views: Whether rows of the same view are also used as negatives.
         block: As in `PairLoss`.
 
     Source: van den Oord et al. 2018 (arXiv:1807.03748); Chen et al. 2020 (arXiv:2002.05709);
@@ -193,11 +191,11 @@ class BarlowTwins(PairLoss):
         c = standardised(a)^T standardised(b) / N        mean 0 and variance 1 over the global batch
         loss = sum_i (1 - c_ii)^2 + off_diagonal * sum_i!=j c_ij^2
 
-    Ranks exchange sums of d x d numbers for d features, and no embeddings.
+    For d features, ranks exchange sums of d x d numbers, but no embeddings.
 
     Args:
         off_diagonal: Weight of the correlations between different features.
-        eps: Number added to variances, as in BatchNorm, by which the paper standardises.
+        eps: Number added to variances, as in the BatchNorm that the paper uses.
         block: As in `PairLoss`.
 
     Source: Zbontar et al. 2021 (arXiv:2103.03230).

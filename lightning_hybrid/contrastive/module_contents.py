@@ -1,4 +1,4 @@
-"""Search for all submodules and random number generators that a module can reach."""
+"""Search for the modules and random number generators that a module's code can reach."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _STREAM_TYPES = (
 )
 _LEAF_TYPES = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter})
 _MAX_ENTRIES = 1000
-"""Entries of a container up to which generators and modules are looked for in it. A memory bank has more."""
+"""Maximum size of a container that is searched for generators and modules. A memory bank has more entries."""
 _MAX_DEPTH = 3
-"""Steps from a module's attribute to attributes of that object, and so on."""
+"""Maximum depth of the search through attributes of attributes of a module."""
 _FOREIGN_PACKAGES = frozenset(
     {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "builtins"}
 )
-"""Packages whose objects are not searched: a Trainer leads to everything in a run."""
+"""Packages whose objects are not searched, because a Trainer refers to all objects of a run."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ModuleContents:
     """Modules and random number generators that a module's code can reach through attributes.
 
     Attributes:
-        modules: The module itself, its submodules, and modules in lists or plain objects, such as a teacher that is
-            kept out of checkpoints.
-        streams: Generators of torch, NumPy and Python.
+        modules: The module itself, its submodules, and modules in lists or plain objects, such as a teacher that should
+            not be part of checkpoints.
+        streams: Random number generators of torch, NumPy and Python.
     """
 
     modules: list[nn.Module]
@@ -69,7 +69,7 @@ class ModuleContents:
             for neighbour in reversed(_neighbours(value, depth)):
                 is_empty = (
                     type(neighbour) in (dict, OrderedDict) and not neighbour
-                )  # most attributes of modules
+                )  # this covers most attributes of modules
                 if not is_empty and type(neighbour) not in _LEAF_TYPES:
                     stack.append((neighbour, depth + 1))
         return contents
@@ -129,7 +129,7 @@ class RandomStreams:
 
     @contextmanager
     def at(self, states: list[Any]) -> Iterator[None]:
-        """Set the generators to earlier states within the context, and restore the current states on exit."""
+        """Set all generators to earlier states within a context, and restore their states on exit."""
         current_states = self.states()
         self._restore(states)
         try:

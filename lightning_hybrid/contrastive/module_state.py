@@ -1,7 +1,7 @@
-"""State on which a module's output depends, captured so that a forward can be repeated exactly.
+"""Capture of the state that determines a module's output, for exact repetition of a forward pass.
 
 * `Buffers`: running statistics, queues, vectors of spectral norm.
-    * `Parameters`: trained ones, which are swapped for separate leaves, and frozen ones.
+    * `Parameters`: trained parameters, which are swapped for separate leaves, and frozen parameters.
     * `Environment`: autocast, function modes, default dtype, training or evaluation mode.
 """
 
@@ -34,7 +34,7 @@ class BufferValue:
 class Buffers:
     """Buffers of modules, whose values can be captured repeatedly and restored.
 
-    Equal values share memory.
+    Captured values that are equal share memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -51,16 +51,16 @@ class Buffers:
                     values.append(BufferValue(module, name, None))
                     continue
                 if key not in self._latest or not _is_equal(self._latest[key], buffer):
-                    # Values are compared, because BatchNorm's kernels do not increase torch's version counter.
+                    # Values are compared, because BatchNorm kernels do not increase torch's version counter.
                     self._latest[key] = buffer.detach().clone()
                 values.append(BufferValue(module, name, self._latest[key]))
         return values
 
     @contextmanager
     def at(self, values: list[BufferValue]) -> Iterator[None]:
-        """Set buffers to copies of earlier values within the context.
+        """Set buffers to copies of earlier values within a context.
 
-        Changes made within the context are dropped.
+        Changes made within the context are discarded.
         """
         current = []
         for module in self._modules:
@@ -89,10 +89,10 @@ def _is_equal(first: Tensor, second: Tensor) -> bool:
 
 
 class ParameterValue:
-    """Parameter with the value that it had when this object was created.
+    """Record of a parameter and its value at creation, which detects later changes.
 
     Args:
-        name: Name of the parameter for errors.
+        name: Name of the parameter, for error messages.
         module: Module that holds the parameter.
         attribute: Name of the parameter in that module.
         parameter: The parameter.
@@ -107,19 +107,19 @@ class ParameterValue:
         self._attribute = attribute
         self._version: int = self.value._version
         self._fingerprint: Tensor | None = None
-        # An embedding with `max_norm` renormalises rows before it reads them, which has no effect the second time.
+        # An embedding with `max_norm` renormalises rows before it reads them. Doing so again has no effect.
         self._may_be_written = getattr(module, "max_norm", None) is not None
 
     def take_fingerprint(self) -> None:
-        """Record a checksum of the value, with which `is_written` detects in-place changes.
+        """Record a checksum of the value, so that `is_written` can detect in-place changes.
 
-        The fingerprint detects writes that torch's version counter misses, such as
+        The checksum detects writes that torch's version counter misses, such as
         `parameter.data.mul_(0.99)`.
         """
         self._fingerprint = _fingerprint(self.value)
 
     def is_written(self) -> bool:
-        """Return whether the value was changed in place."""
+        """Return whether the value has been changed in place."""
         if self._may_be_written:
             return False
         if self.value._version != self._version:
@@ -133,27 +133,27 @@ class ParameterValue:
         return self._module._parameters.get(self._attribute) is not self.parameter
 
     def is_moved(self) -> bool:
-        """Return whether the parameter's memory was replaced, for example by `parameter.data = ...`."""
+        """Return whether the parameter now uses different memory, for example after `parameter.data = ...`."""
         return self.parameter.data_ptr() != self.value.data_ptr()
 
 
 def _fingerprint(value: Tensor) -> Tensor:
-    """Return an integer checksum that very likely differs if any bit of the value differs."""
+    """Return an integer checksum that almost certainly differs if any bit of the value differs."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = torch.view_as_real(value) if value.is_complex() else value
     return real.contiguous().view(integers[real.element_size()]).sum(dtype=torch.int64)
 
 
 class Parameters:
-    """Parameters of modules, with the values that they had when this object was created.
+    """Records of all parameters of modules and their values at creation.
 
     Args:
-        root: Module whose parameter names are used in errors.
-        modules: All modules whose parameters count.
+        root: Module whose parameter names are used in error messages.
+        modules: All modules whose parameters are recorded.
         takes_fingerprints: Whether to call `ParameterValue.take_fingerprint`, which reads all values.
 
     Raises:
-        ValueError: A parameter is a tensor of a kind that cannot be replaced by another tensor.
+        ValueError: A parameter is a kind of tensor that cannot be swapped for another tensor.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Parameters:
                 value.take_fingerprint()
 
     def names_of_changed(self) -> list[str]:
-        """Return the names of parameters that were written or moved to other memory."""
+        """Return the names of parameters that were changed in place or use different memory."""
         return [
             value.name for value in self._values.values() if value.is_written() or value.is_moved()
         ]
@@ -190,11 +190,11 @@ class Parameters:
 
     @contextmanager
     def as_leaves(self) -> Iterator[None]:
-        """Swap parameters for leaf tensors with the earlier values and without hooks within the context.
+        """Swap parameters within a context for leaf tensors with the earlier values and no hooks.
 
-        Within the context, each parameter object points to another C++ tensor with its own gradient. Thus
-        every reference to the parameter is covered, including those in lists and in `torch.nn.LSTM`. Hooks of
-        the user and of DistributedDataParallel belong to the original tensor and do not run.
+        Within the context, each parameter object points to a different C++ tensor, which has its own gradient. This
+        covers every reference to the parameter, including references in lists and in `torch.nn.LSTM`. Hooks of the user
+        and of DistributedDataParallel belong to the original tensor and do not run.
         """
         torch.clear_autocast_cache()  # its references would prevent the swap
         exchanged: list[tuple[Tensor, Tensor]] = []
@@ -247,7 +247,7 @@ class Environment:
 
     @contextmanager
     def of_forward(self) -> Iterator[None]:
-        """Restore the function modes and autocast settings within the context."""
+        """Apply the recorded function modes and autocast settings within a context."""
         with ExitStack() as stack:
             for mode in self._function_modes:
                 stack.enter_context(mode)
@@ -257,7 +257,7 @@ class Environment:
 
     @contextmanager
     def of_modules(self) -> Iterator[None]:
-        """Restore the default dtype and each module's training or evaluation mode within the context."""
+        """Apply the recorded default dtype and each module's training mode within a context."""
         current_dtype = torch.get_default_dtype()
         current_modes = [(module, module.training) for module, _ in self._is_training]
         torch.set_default_dtype(self._default_dtype)
@@ -281,7 +281,7 @@ def _set_training(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 @contextmanager
 def without_logging(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Disable logging of LightningModules and updates of metrics within the context."""
+    """Disable `self.log` of LightningModules, and updates of metrics, within a context."""
     metric_type: Any = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     module_types = lightning_types("pytorch.LightningModule")
     replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []

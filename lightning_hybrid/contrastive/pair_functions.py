@@ -1,8 +1,9 @@
 """Autograd functions that compute contrastive losses over blocks of pairs.
 
-Each computes its products block by block, in forward and in backward. They take views in fp32 or
-fp64 and compute without autocast. Their gradients are scaled for the mean over ranks, which
-DistributedDataParallel takes. They cannot be differentiated twice.
+Each function computes products of pairs block by block, in forward and in backward. The functions
+take views in fp32 or fp64, and compute without autocast. Their gradients are scaled so that the
+mean over ranks, which DistributedDataParallel takes, is the gradient of the global loss. They
+cannot be differentiated twice.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def without_autocast(device: torch.device) -> torch.autocast:
 
 
 def refuse_second_derivatives(name: str) -> None:
-    """Raise if a backward runs with `create_graph=True`.
+    """Raise if backward runs with `create_graph=True`.
 
-    torch would treat some intermediate results of that backward as constants.
+    torch would treat some intermediate results of the backward as constants.
 
     Raises:
         RuntimeError: The backward runs with `create_graph=True`.
@@ -40,9 +41,9 @@ def refuse_second_derivatives(name: str) -> None:
 
 
 def _in_full_precision(backward: Callable[..., Any]) -> Any:
-    """Decorate a backward function to run without autocast and to raise for second derivatives.
+    """Decorate a backward function so that it disables autocast and rejects second derivatives.
 
-    User code may call backward under autocast.
+    Autocast may be active because user code calls backward under autocast.
     """
 
     @functools.wraps(backward)
@@ -88,7 +89,7 @@ def _correct_diagonal_(slope: Tensor, *, is_same_view: bool) -> None:
     if is_same_view:
         slope.diagonal().fill_(0)  # a row is not compared with itself
     else:
-        slope.diagonal().sub_(2)  # partners, in the sums of rows and columns
+        slope.diagonal().sub_(2)  # partners, which occur in the sums of both rows and columns
 
 
 class InfoNCEOfBlocks(torch.autograd.Function):
@@ -163,14 +164,14 @@ class InfoNCEOfBlocks(torch.autograd.Function):
                     grads[view][i].push(sum(row_terms[1:], row_terms[0]))
                 scale_grads[i].push(sum(scale_terms[1:], scale_terms[0]))
 
-        # The mean over ranks makes this the gradient of the global loss.
+        # The mean over ranks is the gradient of the global loss.
         share = grad / (2 * len(a))
         a_grad = share * scale * _joined(grads[0])
         b_grad = share * scale * _joined(grads[1])
         scale_grad = None
         if ctx.needs_input_grad[2]:
-            # Compute the same value on all ranks. A mean of the ranks' terms would have other bits after it is
-            # multiplied by `scale`.
+            # Compute the same value on all ranks. After multiplication by `scale`, a mean of the ranks' terms would be
+            # rounded differently.
             scale_grad = share * ctx.peers.sum(_sum_of_trees(scale_grads)) / (2 * ctx.peers.size)
         return a_grad, b_grad, scale_grad, None, None, None
 
@@ -240,7 +241,7 @@ class SigLIPOfBlocks(torch.autograd.Function):
 
 
 class Standardised(torch.autograd.Function):
-    """Autograd function that standardises each column over the rows of all ranks.
+    """Autograd function that standardises each column, using the rows of all ranks.
 
     The result is `(x - mean) / sqrt(variance + eps)`.
     """
@@ -281,7 +282,7 @@ class Standardised(torch.autograd.Function):
 
 
 class Correlation(torch.autograd.Function):
-    """Autograd function of the cross-correlation matrix of two views over the rows of all ranks.
+    """Autograd function of the cross-correlation matrix of two views, using the rows of all ranks.
 
     The result is `a^T b / N` for N rows of all ranks.
     """

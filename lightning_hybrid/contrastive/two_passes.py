@@ -1,8 +1,8 @@
 """Two passes over the chunks of a batch, the first for embeddings and the second for gradients.
 
-The second pass repeats the first one exactly.
+The second pass repeats the first pass exactly.
 
-    forward     chunk -> embeddings; the state at its start is kept, and activations are freed
+    forward     chunk -> embeddings; the state at its start is stored, and activations are freed
     backward    chunk, gradients of its embeddings -> embeddings again -> gradients of parameters, summed over chunks
 """
 
@@ -29,9 +29,9 @@ from lightning_hybrid.contrastive.module_state import (
 from lightning_hybrid.contrastive.pair_functions import refuse_second_derivatives
 
 _TOLERANCE_ON_CPU = 1e-6
-"""Of the norm of embeddings. On a CPU the second pass has the bits of the first."""
+"""Tolerance relative to the norm of embeddings. On a CPU, the second pass reproduces the first pass bit for bit."""
 _TOLERANCE = 1e-2
-"""The same on other devices, where kernels may add in any order, and the first call may try several of them."""
+"""Tolerance on other devices, where kernels may add in any order, and the first call may try several kernels."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class _FirstPass:
 
 
 class TwoPasses:
-    """First pass over the chunks of a batch, and a second pass that computes gradients on demand.
+    """Embedding pass over the chunks of a batch, and a second pass that computes gradients.
 
     Args:
         embedding: Function that embeds a chunk.
-        loss_parameters: Parameters of the loss, which may be the only trained ones.
-        is_checked: Whether to run slow checks for code that makes the passes differ.
+        loss_parameters: Parameters of the loss, which may be the only trained parameters.
+        is_checked: Whether to run slow checks that detect code for which the passes differ.
 
     Raises:
         ValueError: The module has parameters of a kind that cannot be trained in this way.
@@ -78,7 +78,7 @@ class TwoPasses:
         )
         self._first_passes: list[_FirstPass] = []
         self.is_differentiable: list[bool] = []
-        """For each embedding: does it depend on a trained parameter?"""
+        """Whether each embedding depends on a trained parameter."""
 
     @property
     def trained(self) -> list[Tensor]:
@@ -112,8 +112,8 @@ class TwoPasses:
             )
         random_states = self._streams.states()
         buffers = self._buffers.capture()
-        # Autograd is on as in the second pass, because kernels and user code may depend on it. The graph ends with this
-        # call.
+        # Autograd is enabled as in the second pass, because kernels and user code may depend on it. The graph is freed
+        # at the end of this call.
         embeddings = self._embedding.of(part)
         self._check_graph(embeddings)
         self.is_differentiable = [embedding.requires_grad for embedding in embeddings]
@@ -209,7 +209,7 @@ class TwoPasses:
 
     def _check_distance(self, distance: Tensor) -> None:
         is_on_cpu = distance.device.type == "cpu"
-        # On a GPU the comparison makes the host wait for the device, so it is limited to checked steps.
+        # On a GPU, the comparison makes the host wait for the device, so it runs only in checked steps.
         if not is_on_cpu and not self._is_checked:
             return
         tolerance = _TOLERANCE_ON_CPU if is_on_cpu else _TOLERANCE
@@ -224,14 +224,14 @@ class TwoPasses:
 
 
 def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
-    """Return the largest relative distance between corresponding tensors of two sequences."""
+    """Return the largest relative difference between corresponding tensors of two sequences."""
     largest = torch.zeros((), dtype=torch.float64, device=first[0].device)
     for after, before in zip(second, first, strict=True):
         if not before.is_floating_point():
             distance = (after != before).double().mean()
         else:
             difference = (after.detach() - before).double()
-            # If both are NaN or infinite, as after an overflow, there is nothing to compare.
+            # Elements that are not finite in both passes, as after an overflow, are not compared.
             difference = difference.masked_fill(~before.isfinite() & ~after.isfinite(), 0)
             scale = before.double().masked_fill(~before.isfinite(), 0).norm().clamp(min=1e-30)
             distance = difference.norm() / scale
@@ -240,7 +240,7 @@ def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
 
 
 def _leaves_of_graph(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the autograd leaves on which tensors depend, except those inside reentrant checkpoints."""
+    """Yield the autograd leaves of tensors, except leaves inside reentrant checkpoints."""
     stack = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(stack)
     while stack:
@@ -261,13 +261,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class SecondPass(torch.autograd.Function):
-    """Autograd function that returns the first pass's embeddings, and runs the second pass in backward."""
+    """Autograd function whose forward returns the embeddings, and whose backward runs the second pass."""
 
     @staticmethod
     def forward(
         ctx: Any, passes: TwoPasses, embeddings: tuple[Tensor, ...], *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the first pass's embeddings as outputs that depend on the trained parameters."""
+        """Return the embeddings of the first pass, as outputs that depend on the trained parameters."""
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         constants = []

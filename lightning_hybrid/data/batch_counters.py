@@ -10,9 +10,9 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 class ResumedPlace(NamedTuple):
-    """Epoch and number of finished batches at which a resumed run continues.
+    """Position at which a resumed run continues, as an epoch and a number of finished batches.
 
-    Batches are counted in the size of the interrupted run.
+    The number refers to the batch size of the interrupted run.
     """
 
     epoch: int
@@ -23,13 +23,13 @@ class ResumedPlace(NamedTuple):
 def uncount_cut_epoch(trainer: pl.Trainer) -> None:
     """Correct the epoch counters if Lightning counted an unfinished epoch as complete.
 
-    An epoch ends early because of `max_steps` or a stop. Without the correction a resumed run would skip the remaining
-    samples of that epoch, and would end at once if it was the last epoch. The function may be called before or after
-    Lightning has read the counters from the checkpoint, because loaders may be created early
+    An epoch may end early because of `max_steps` or a stop. Without the correction, a resumed run would skip the
+    remaining samples of the epoch, and would end at once if it was the last epoch. The function may be called before or
+    after Lightning has read the counters from the checkpoint, because loaders may be created early
     (`estimated_stepping_batches`).
     """
     fit = trainer.fit_loop
-    if fit._data_fetcher is not None:  # The fit has begun.
+    if fit._data_fetcher is not None:  # the fit has begun
         return
     if fit.is_resuming:
         epochs = fit.epoch_progress.state_dict()
@@ -54,10 +54,10 @@ def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
 def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
     """Correct Lightning's epoch counters, and return whether the checkpoint's epoch continues.
 
-    If it does not, the next epoch begins. With `max_steps`, Lightning 2.6 ends an epoch that was saved at its end a
-    second time. It counts that epoch twice and skips the order of the next epoch, and the run ends an epoch early. A
-    checkpoint of an epoch's last batch, or of an error at the beginning of an epoch, also has counters from which a run
-    cannot be resumed twice.
+    If it does not continue, the next epoch begins. With `max_steps`, Lightning 2.6 ends an epoch that was saved at its
+    end a second time. As a result, it counts the epoch twice, skips the order of the next epoch, and ends the run an
+    epoch early. Checkpoints that were saved after an epoch's last batch, or after an error at the beginning of an
+    epoch, also have counters from which a run cannot be resumed twice.
 
     Call the function when Lightning sets the first epoch, after `FitLoop.reset`. A second call changes nothing.
     """
@@ -75,7 +75,7 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
         loop._batches_that_stepped += loop.restarted_on_train_batch_end
         _set_all(batches.total, batches.total.processed)
 
-    # The attribute is set directly, because with `max_steps` the setter of `fit` would make it True in any case.
+    # The attribute is set directly, because with `max_steps` the property's setter would always make it True.
     fit._restarting = goes_on
     loop.restarting = goes_on
     fit.update_restart_stage()
@@ -88,8 +88,8 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
 def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> ResumedPlace:
     """Return the epoch and batch at which the resumed run will continue, without changing counters.
 
-    `goes_on_in_epoch` and `rewind_to_whole_steps` later set the counters to this position. It is needed earlier,
-    because Lightning requests the first batch of a loader without a length before `FitLoop.reset`.
+    `goes_on_in_epoch` and `rewind_to_whole_steps` later set the counters to this position. The position is needed
+    earlier, because Lightning requests the first batch of a loader without a length before `FitLoop.reset`.
     """
     epochs: Any = trainer.fit_loop.epoch_progress.current
     batches = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
@@ -107,9 +107,9 @@ def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -
 
 
 def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> int:
-    """Rewind the batch counters to the last whole step, and return the number of finished batches.
+    """Rewind the batch counters to the last completed step, and return the number of finished batches.
 
-    Batches of an unfinished step are read again, because a checkpoint contains no gradients.
+    Batches of an unfinished step are read again, because checkpoints do not contain gradients.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     batches = loop.batch_progress
@@ -131,16 +131,16 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
 
 
 def count_batches_as(trainer: pl.Trainer, num_before: int, num_now: int) -> None:
-    """Convert the counters of finished batches in this epoch to a different batch size.
+    """Convert the number of finished batches in this epoch to a different batch size.
 
-    Lightning 2.6 uses these counters to end an epoch and an accumulation, and restores them unchanged. The total over
-    all epochs is not converted, because it counts batches that ran. Call the function after `rewind_to_whole_steps`,
-    even if the numbers are equal.
+    Lightning 2.6 uses its counters of finished batches to end an epoch and an accumulation, and restores them
+    unchanged. The total over all epochs is not converted, because it counts batches that were processed. Call the
+    function after `rewind_to_whole_steps`, even if the numbers are equal.
 
     Args:
         trainer: Trainer whose counters are changed.
-        num_before: Number of finished batches of the interrupted run.
-        num_now: Number of batches of this run with the same samples.
+        num_before: Number of finished batches in the interrupted run.
+        num_now: Number of batches in this run with the same samples.
     """
     fit: Any = trainer.fit_loop
     loop = fit.epoch_loop
@@ -149,7 +149,7 @@ def count_batches_as(trainer: pl.Trainer, num_before: int, num_now: int) -> None
     # written.
     for name in _COUNTS:
         setattr(current, name, getattr(current, name) + num_now - num_before)
-    # If a validation is due here, Lightning skips it and counts the logging step, even if it was counted before.
+    # If a validation is due here, Lightning skips it and counts the logging step even if it was already counted.
     if loop.restarted_on_last and loop._batches_that_stepped == trainer.global_step:
         loop._batches_that_stepped -= loop._should_check_val_fx(fit._data_fetcher)
 
@@ -162,7 +162,7 @@ def _set_all(counts: Any, number: int) -> None:
 def _num_done(batches: dict[str, Any]) -> int:
     """Return the number of finished batches in the current epoch.
 
-    A hook at the end of a batch saves the counters before the batch is counted as completed.
+    A checkpoint saved by a hook at the end of a batch does not count this batch as completed yet.
     """
     return int(max(batches["current"]["processed"], batches["current"]["completed"]))
 
@@ -174,14 +174,14 @@ def _is_epoch_done(batches: dict[str, Any]) -> bool:
 def share_of(trainer: pl.Trainer | None) -> dict[str, int]:
     """Return the number of ranks that read different data, and this rank's index among them.
 
-    The ranks of a pipeline read the same batches. Without a trainer, a single rank reads all data.
+    The ranks of a pipeline read the same batches. Without a trainer, there is a single rank, which reads all data.
 
     >>> share_of(None)
     {'world_size': 1, 'rank': 0}
     """
     if trainer is None:
         return {"world_size": 1, "rank": 0}
-    # A strategy of one device has no such options.
+    # Single-device strategies have no sampler options.
     sampler_options = getattr(trainer, "distributed_sampler_kwargs", None)
     if sampler_options is None:
         return {"world_size": trainer.world_size, "rank": trainer.global_rank}

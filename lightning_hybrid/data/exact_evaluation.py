@@ -4,10 +4,10 @@
     full rank: rank < N mod W   has ceil(N / W) samples without a repeat
     short rank: all others      has one sample less, and a repeat as its last sample
 
-All batches before the last one have the same size on every rank. Only the last batch is smaller on short ranks, or
-missing if it would hold the repeat alone. If user code called collectives between the earlier batches, they may need
-batches of equal size, and the last batch stays padded. A short rank therefore loads its last batch both with and
-without the repeat.
+All batches before the last batch have the same size on every rank. On short ranks, the last batch is smaller, or
+missing if it would contain only the repeat. However, if user code called collectives between the earlier batches, they
+may need batches of equal size, and the last batch stays padded. A short rank therefore loads its last batch both with
+and without the repeat.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class EvaluationShare:
     def last_batch_size(self) -> int:
         """Number of samples in the last batch, including repeats.
 
-        It is at least 2 if possible, so that short ranks have a last batch too. If possible, another batch comes before
-        it, which shows whether user code calls collectives.
+        The number is at least 2 if possible, so that short ranks also have a last batch. If possible, there is another
+        batch before it, which shows whether user code calls collectives.
         """
         size = self.num_samples_per_rank % self.batch_size or self.batch_size
         is_only_batch = size == self.num_samples_per_rank
@@ -82,12 +82,12 @@ class EvaluationShare:
 
     @property
     def num_samples_before_last(self) -> int:
-        """Number of this rank's samples in the batches before the last one."""
+        """Number of this rank's samples before its last batch."""
         return self.num_samples_per_rank - self.last_batch_size
 
     @property
     def num_batches(self) -> int:
-        """Number of batches of a rank whose data contains no repeated sample.
+        """Number of batches of a rank without a repeated sample.
 
         A rank with a repeated sample has the same number of batches, or one fewer.
         """
@@ -97,7 +97,7 @@ class EvaluationShare:
 def evaluation_share(loader: DataLoader[Any]) -> EvaluationShare | None:
     """Return this rank's batch sizes under the loader's `DistributedSampler`.
 
-    None: the loader has no such sampler, or Lightning's sampler that does not repeat samples.
+    The result is None if the loader has no such sampler, or has Lightning's sampler that does not repeat samples.
     """
     sampler = _sampler_of(loader)
     if not isinstance(sampler, DistributedSampler):
@@ -114,14 +114,14 @@ def evaluation_share(loader: DataLoader[Any]) -> EvaluationShare | None:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Reason why a loader keeps its padding, with the change that would remove it."""
+    """Reason why a loader keeps its padding, and what to change to remove the padding."""
 
     reason: str
     cure: str
 
 
 def obstacle_of(loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-    """Return the reason why a loader must keep its repeated samples, or None if they can be removed.
+    """Return the reason why a loader must keep its repeated samples, or None if it need not.
 
     Args:
         loader: Loader with a `DistributedSampler`.
@@ -160,7 +160,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _is_plain(sampler: DistributedSampler[Any]) -> bool:
-    """Return whether a sampler distributes samples exactly as torch's or Lightning's sampler does."""
+    """Return whether a sampler distributes samples exactly like torch's or Lightning's sampler."""
     for plain_type in (DistributedSampler, *lightning_types(_WRAPPER)):
         if type(sampler).__iter__ is plain_type.__iter__:
             return True
@@ -176,7 +176,7 @@ def _makes_plain_batches(batch_sampler: Any) -> bool:
 
 
 class ExactBatchSampler(BatchSampler):
-    """Batch sampler of one rank that yields the last batch without and with its repeated sample.
+    """Batch sampler that yields a rank's last batch twice, without and with the repeated sample.
 
     If the last batch has no repeated sample, or only this sample, it is yielded once.
 
@@ -210,25 +210,27 @@ class ExactBatchSampler(BatchSampler):
 def with_exact_batches(loader: DataLoader[Any], share: EvaluationShare) -> DataLoader[Any]:
     """Return a copy of a loader that uses an `ExactBatchSampler`.
 
-    The copy has the same class, and the user's own object is not changed.
+    The copy has the same class. The user's own object is not changed.
     """
     copied: DataLoader[Any] = copy_of_loader(loader)
     batch_sampler: Any = ExactBatchSampler(_sampler_of(loader), share)
     if isinstance(loader.batch_sampler, lightning_types(_INDEX_RECORDER)):
         # `BasePredictionWriter` receives the indices that it records.
         batch_sampler = type(loader.batch_sampler)(batch_sampler)
-    object.__setattr__(copied, "batch_sampler", batch_sampler)  # `DataLoader` refuses to set it
+    object.__setattr__(
+        copied, "batch_sampler", batch_sampler
+    )  # `DataLoader` does not allow setting it
     return copied
 
 
 class CollectiveWatch(Protocol):
-    """Interface for counting the collectives that user code calls between batches."""
+    """Interface of a counter of the collectives that user code calls between batches."""
 
     def num_collectives(self) -> int:
         """Return the number of collectives that user code has called in this process."""
 
     def num_before_step(self) -> int:
-        """Return the number of collectives that user code called before the latest evaluation step."""
+        """Return the number of collectives that user code had called before the last evaluation step."""
 
     def note_padding(self, share: EvaluationShare) -> None:
         """Record that the last batch stays padded because user code calls collectives."""
@@ -238,9 +240,10 @@ _OWN_ATTRIBUTES = ("_batches", "_share", "_watch")
 
 
 class ExactEvaluationLoader:
-    """Evaluation loader of one rank that omits the repeated sample unless user code calls collectives.
+    """Evaluation loader that omits a rank's repeated sample unless user code calls collectives.
 
-    The last batch is chosen only when it is requested. All attributes are read from and written to the inner loader.
+    The form of the last batch is chosen only when the batch is requested. All attributes are read from and written to
+    the inner loader.
 
     Args:
         batches: Loader that `with_exact_batches` returned, or a prefetcher around it.
@@ -259,11 +262,11 @@ class ExactEvaluationLoader:
         return _ExactIterator(self)
 
     def __len__(self) -> int:
-        # Equal on all ranks, so that user code that compares `batch_idx` with the length behaves the same on all ranks.
+        # The length is equal on all ranks, so that user code that compares it with `batch_idx` behaves the same.
         return self._share.num_batches
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and unpickling read attributes before the inner loader is set.
+        # During copying and unpickling, attributes are read before the inner loader is set.
         if name in _OWN_ATTRIBUTES:
             raise AttributeError(name)
         return getattr(self._batches, name)
@@ -275,7 +278,7 @@ class ExactEvaluationLoader:
             setattr(self._batches, name, value)
 
     def forget_recorded_form(self) -> None:
-        """Delete the unpadded last batch from the batch indices that Lightning records during prediction."""
+        """Delete one form of the last batch from the indices that Lightning records in prediction."""
         recorded = getattr(self.batch_sampler, "seen_batch_indices", None)
         if recorded:
             del recorded[self._share.num_batches - 1]
@@ -284,9 +287,8 @@ class ExactEvaluationLoader:
 class _ExactIterator(Iterator[Any]):
     """Iterator of an `ExactEvaluationLoader`.
 
-    It is a class and not a generator, because it must be possible to copy the objects that hold it during training,
-    such as the trainer. A copy starts from the first batch, as Lightning leaves iterators of torch's loaders out of
-    its own copies.
+    This is a class and not a generator, because it must be possible to copy objects that hold it during training, such
+    as the trainer. A copy starts from the first batch, just as Lightning does not copy iterators of torch's loaders.
     """
 
     def __init__(self, loader: ExactEvaluationLoader) -> None:
@@ -308,14 +310,14 @@ class _ExactIterator(Iterator[Any]):
             self._num_collectives_before = loader._watch.num_collectives()
         self._num_given += 1
         if self._num_given == 2:
-            # After Lightning has the first batch of a loader, it reduces the values logged for the previous loader.
+            # Once Lightning has the first batch of a loader, it reduces the values logged for the previous loader.
             num_before_step = loader._watch.num_before_step()
             self._num_collectives_before = max(self._num_collectives_before, num_before_step)
         if self._num_given < loader._share.num_batches:
             return next(self._batches)
 
         batches = self._batches
-        self._batches = None  # workers may end
+        self._batches = None  # allows workers to exit
         self._is_over = True
         return self._last_batch(batches)
 
@@ -323,7 +325,7 @@ class _ExactIterator(Iterator[Any]):
         """Return the last batch, with the repeated sample only if user code called collectives.
 
         Raises:
-            StopIteration: The batch would hold the repeat alone.
+            StopIteration: The batch would contain only the repeat.
         """
         share = self._loader._share
         watch = self._loader._watch

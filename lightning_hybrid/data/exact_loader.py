@@ -1,12 +1,12 @@
 """Exact mid-epoch resume for a user's `DataLoader`, with the same samples and random numbers.
 
-    index lists         are drawn from the user's sampler. A resumed run draws the earlier lists again, and drops them.
-    global generators   of random numbers are seeded by (seed, epoch, cycle, batch), and for the content of a batch also
-                        by the rank, in the worker that reads the batch.
+    index lists         are drawn from the user's sampler. A resumed run draws earlier lists again and discards them.
+    global generators   of random numbers are seeded by (seed, epoch, cycle, batch). For the content of a batch, the
+                        seed includes the rank, and is set in the worker that reads the batch.
     sampler generators  are saved with their state at the beginning of the iteration.
-    checksum            of the index lists. If a resumed order differs, an error is raised on every rank.
+    checksums           of the index lists are saved. If a resumed order differs, an error is raised on every rank.
 
-Only the training loop's own iterator starts at the resumed position and updates it. Other iterators run over all data.
+Only the training loop's own iterator starts at the resumed position and updates it. Other iterators read all data.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["ExactLoader", "NotExactError", "can_be_exact", "exact"]
 
 
 def can_be_exact(loader: object) -> bool:
-    """Return whether a loader can be made to resume exactly by `exact`.
+    """Return whether `exact` supports a loader.
 
     `exact` supports torch's loaders that have no state of their own, and torchdata's loader. torchdata's own state is
-    not used, because with a distributed sampler it is incomplete, and one batch of an iterable data set would be lost.
+    not used, because it is incomplete with a distributed sampler, and would lose one batch of an iterable data set.
     """
     is_torchdata = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
     return isinstance(loader, DataLoader) and (
@@ -52,7 +52,7 @@ def exact(loader: DataLoader[Any], reader: Reader) -> Any:
 class ExactLoader(DataLoader[Any]):
     """Base class that adds exact mid-epoch resume to a user's `DataLoader` class.
 
-    `exact` creates the derived class. The implementation is in the attribute `exact_resume`.
+    `exact` creates the derived class. The attribute `exact_resume` holds the implementation.
     """
 
     exact_resume: ExactResume
@@ -71,13 +71,13 @@ class ExactLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a checkpointed state that contains the states of all ranks.
 
-        The strategies of this package save such states.
+        The strategies of this package save states in this form.
         """
         self.exact_resume.load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A worker that is not forked receives the loader if its `collate_fn` is a method of the loader. The derived
-        # class cannot be pickled, because it is not in any module.
+        # If `collate_fn` is a method of the loader, workers that are not forked receive the loader. The derived class
+        # cannot be pickled, because it is not defined in a module.
         return _unpickled, (self.exact_resume.without_resume(),)
 
     def __copy__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Exact mid-epoch resume of one training loader, with its random states and a check of its order."""
+"""Exact mid-epoch resume of a training loader, including random states and a check of its order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class NotExactError(RuntimeError):
 
 
 class Reader(Protocol):
-    """Interface to the rank that reads a loader, and to the position at which iterations begin."""
+    """Interface to the training loop of the rank that reads a loader."""
 
     rank: int
     world_size: int
@@ -65,7 +65,7 @@ class Reader(Protocol):
 
     @property
     def reads_to_end(self) -> bool:
-        """True if the loop asks a loader with a length for one more batch after its last one."""
+        """True if the loop reads a loader until it is exhausted, even if its length is known."""
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
         """Return whether the training loop, rather than user code, holds this iterator."""
@@ -74,11 +74,11 @@ class Reader(Protocol):
         """Return whether the training loop is currently reading its loaders."""
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the position at which the next iteration of this loader must begin."""
+        """Return the position at which the next iteration of a loader must begin."""
 
 
 class ExactResume:
-    """State and checks that let one training loader resume exactly in the middle of an epoch.
+    """Implementation of exact mid-epoch resume for one training loader.
 
     Args:
         loader: Copy of the user's loader, of a class derived from `ExactLoader`.
@@ -94,7 +94,7 @@ class ExactResume:
         self.traits = SamplerTraits(user_loader, reader.world_size, reader.rank)
         self._seed_of_script = reader.seed
         self._seed_of_checkpoint = reader.seed
-        # State to resume, until the first iteration begins.
+        # State from which to resume, until the first iteration begins.
         self.loaded: dict[str, Any] | None = None
         self.has_state = False  # whether a state of the interrupted run was loaded
         self.has_begun = False
@@ -106,13 +106,13 @@ class ExactResume:
         self._seeded = SeededStreams()
         sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         index_lists = IndexLists(getattr(user_loader, sampler_name), self)
-        # `DataLoader` does not allow to set it.
+        # `DataLoader` does not allow setting it.
         object.__setattr__(loader, sampler_name, index_lists)
 
     def without_resume(self) -> DataLoader[Any]:
         """Return a loader of the user's class without exact resume.
 
-        It has the attribute values that methods of the loader have changed.
+        Attributes that methods of the loader have changed keep their new values.
         """
         plain = copy_of_loader(self.user_loader)
         for name, value in vars(self.loader).items():
@@ -138,10 +138,10 @@ class ExactResume:
 
     @property
     def _keeper(self) -> Any:
-        """Object that saves and restores the position in an iterable data set, or None if nothing can.
+        """Object that can save and restore the position in an iterable data set, or None.
 
-        It is torchdata's loader, or the data set itself if there are no workers. Workers would have copies of the data
-        set.
+        This is torchdata's loader, or the data set itself if there are no workers. Workers would have copies of the
+        data set.
         """
         if not self.is_stream:
             return None
@@ -164,7 +164,7 @@ class ExactResume:
             "seed": self.reader.seed,
             "checksum": current.checksum,
             "kept": dict(current.stream_states),
-            # Ranks differ in these if their loaders have different lengths.
+            # These entries differ between ranks if their loaders have different lengths.
             "batches": current.batches_done,
             "total": self._batches_of_epoch,
             "is_over": current.is_exhausted,
@@ -206,15 +206,15 @@ class ExactResume:
             for name in ("batches", "total", "is_over"):
                 self.loaded[name] = own[name]
         self.has_state = True
-        # If the number of ranks has changed, the seed of any rank can be used, because the seeds of batches also depend
-        # on the rank.
+        # If the number of ranks has changed, the seed of any rank can be used, because the random numbers of a batch
+        # also depend on the rank.
         seed_of = own if own is not None else next(iter(of_ranks.values()))
         self._seed_of_checkpoint = seed_of["seed"]
         self.reader.seed = self._seed_of_checkpoint
         self._take_sampler_seeds(state_dict["sampler_seeds"])
 
     def _take_sampler_seeds(self, seeds: list[int | None]) -> None:
-        """Set the seed of the interrupted run on samplers that Lightning has seeded."""
+        """Apply the seeds of the interrupted run to samplers that Lightning has seeded."""
         other_seed = self.traits.other_seed(seeds)
         self.traits.take_seeds(seeds)
         if other_seed is not None and self.traits.other_seed(seeds) is None:
@@ -225,7 +225,7 @@ class ExactResume:
             )
 
     def caveat(self) -> str:
-        """Return a warning about state that is restored inexactly or slowly, or an empty string."""
+        """Return a warning if state is restored inexactly or slowly, or an empty string otherwise."""
         if self.loader.num_workers and not self.loader.in_order:
             return _OUT_OF_ORDER
         if not self.current.matches_index_lists:
@@ -248,7 +248,7 @@ class ExactResume:
     # ---- random numbers --------------------------------------------------------------------------------------------
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global random number generators for a given purpose."""
+        """Return the numbers that seed the global random number generators for a purpose."""
         place = self.current.place
         words = (
             self.reader.seed % 2**64,
@@ -261,21 +261,21 @@ class ExactResume:
         return (*words, self.reader.rank) if purpose == CONTENT else words
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return a context manager that seeds the global random number generators for a given purpose."""
+        """Return a context manager that seeds the global random number generators for a purpose."""
         return self._seeded(*self.words(purpose, batch_number))
 
     def _states_of_streams(self) -> list[Any]:
         return [state_of_stream(stream) for stream in self.traits.own_streams]
 
     def _restore_streams(self, states: Sequence[Any]) -> None:
-        # A checkpoint of `ddp` has no such states.
+        # Checkpoints of `ddp` have no such states.
         for stream, state in zip(self.traits.own_streams, states, strict=False):
             restore_stream(stream, state)
 
     # ---- iteration -------------------------------------------------------------------------------------------------
 
     def is_read_by_training(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop holds this iterator."""
+        """Return whether the training loop holds an iterator."""
         return self.reader.is_reading(holder)
 
     def plain_pass(self) -> Iterator[Any]:
@@ -287,11 +287,11 @@ class ExactResume:
     def rest_of_epoch(self) -> Iterator[Any]:
         """Iterate over the remaining batches of the epoch, and advance the training position.
 
-        The iteration begins at the position that the reader returns.
+        The iteration begins at the position returned by the reader.
         """
         place = self.reader.place_of(self)
         if place.cycle and not self.has_begun and not self._has_ended_once:
-            # Lightning then requests another iterator, and records that this loader has ended once.
+            # Lightning then requests another iterator, and records that this loader was exhausted once.
             self._has_ended_once = True
             return iter(())
         return _Batches(self, self._start(place))
@@ -328,7 +328,8 @@ class ExactResume:
 
         self._set_epochs(state, is_saved_pass)
         if is_first or not self.loader.persistent_workers:
-            # A `DataLoader` draws the seed of its workers here. This draw keeps other random numbers equal to `ddp`.
+            # A `DataLoader` would draw the seed of its workers here. This draw keeps later random numbers equal to
+            # `ddp`.
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         if is_saved_pass and own:
             self._restore_streams(own.get("streams", ()))
@@ -338,12 +339,12 @@ class ExactResume:
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
 
     def _draw_to_end(self, state: Mapping[str, Any], place: Place) -> None:
-        """Draw the random numbers that samplers draw after the last batch of the saved epoch.
+        """Advance samplers to the end of the saved epoch, by drawing the random numbers that are left.
 
-        The checkpoint was saved after that batch, before the loop asked for another one.
+        The checkpoint was saved after the last batch of the epoch, before the loop requested another batch.
         """
         if self.is_stream or not self.traits.own_streams:
-            return  # the sampler of a stream has no end
+            return  # the sampler of an endless stream
         epochs = self.traits.epochs()
         self.traits.set_epochs(state["sampler_epochs"], state["epoch"])
         self._restore_streams(state["own"]["streams"])
@@ -352,7 +353,7 @@ class ExactResume:
         self.traits.set_epochs(epochs, place.epoch)
 
     def _keep_order_of(self, state: Mapping[str, Any]) -> None:
-        """Restore the saved order of a finished epoch, for checkpoints written before the next epoch."""
+        """Keep the saved order of a finished epoch, for checkpoints written before the next epoch."""
         self.current.checksum = state["own"]["checksum"]
         self.current.own_streams = state["own"].get("streams", [])
         self.current.sampler_epochs = state["sampler_epochs"]
@@ -384,10 +385,10 @@ class ExactResume:
         return batches
 
     def _set_epochs(self, state: Mapping[str, Any], is_saved_pass: bool) -> None:
-        """Set the samplers and the data set to the epochs of the interrupted run.
+        """Set the epochs of the samplers and the data set to those of the interrupted run.
 
-        Without a checkpoint, Lightning and the user's hooks set them. These hooks do not run again in the middle of an
-        epoch.
+        In an uninterrupted run, Lightning and the user's hooks set the epochs. The hooks do not run again in the middle
+        of an epoch.
         """
         place = self.current.place
         if self.reader.sets_epochs:
@@ -403,7 +404,7 @@ class ExactResume:
         self.current.dataset_epoch = epoch_of(self.loader.dataset)
 
     def _check_order_before(self, place: Place, state: Mapping[str, Any]) -> None:
-        """Warn if the order of later epochs may differ from the interrupted run."""
+        """Warn if the data order of later epochs may differ from the interrupted run."""
         own = state.get("own") or {}
         if state and not own and self.traits.own_streams and not self.traits.follows_from_epoch:
             warnings.warn(
@@ -421,7 +422,7 @@ class ExactResume:
     ) -> None:
         """Draw the previous epoch's index lists again, and warn if they differ from the interrupted run.
 
-        There are no index lists of the next epoch to compare with.
+        The next epoch has no index lists yet that could be compared.
         """
         epochs = self.traits.epochs()
         self._restore_streams(own.get("streams", ()))
@@ -485,7 +486,7 @@ class ExactResume:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def compare(self, batch_number: int, checksum: int | None) -> None:
-        """Raise `NotExactError` if the samples before the checkpoint differ from the interrupted run.
+        """Raise `NotExactError` if the samples before the checkpoint differ from the interrupted run's.
 
         The checksums are compared at the batch after which the interrupted run was saved.
         """
@@ -503,9 +504,9 @@ class ExactResume:
             )
 
     def _possible_seed(self) -> str:
-        """Return a sentence that names different seeds as a possible cause, or an empty string."""
+        """Return a hint that different seeds may be the cause of an error, or an empty string."""
         saved_seed = self._seed_of_checkpoint
-        # A larger seed is chosen by torch, in a run without `seed_everything`.
+        # Larger seeds are chosen by torch, in runs without `seed_everything`.
         if saved_seed == self._seed_of_script or saved_seed >= 2**32:
             return ""
         script = f"seed_everything({self._seed_of_script})"
@@ -517,7 +518,7 @@ class ExactResume:
         )
 
     def _refuse_other_seed(self, state: Mapping[str, Any]) -> None:
-        """Raise an error if the user's `DistributedSampler` has another seed than in the interrupted run."""
+        """Raise an error if the seed of the user's `DistributedSampler` has changed since the checkpoint."""
         other_seed = self.traits.other_seed(state["sampler_seeds"])
         if other_seed is not None:
             saved_seed, seed = other_seed
@@ -527,12 +528,12 @@ class ExactResume:
             )
 
     def compare_end_of_order(self) -> None:
-        """Raise an error if the order ends before the batch at which the interrupted run was saved."""
+        """Raise an error if the data order ends before the position of the checkpoint."""
         if self.current.expected is not None:
             self.compare(self.current.expected[0], None)
 
     def batches_after(self, batches_done: int) -> int:
-        """Convert a number of finished batches of the interrupted run to batches of this run.
+        """Convert a number of batches of the interrupted run to batches of this run.
 
         Raises:
             NotExactError: The samples of a step differ.
@@ -548,7 +549,7 @@ class ExactResume:
             raise self.error(str(error)) from None
 
     def has_other_batches(self) -> bool:
-        """Return whether batches contain different samples than the batches of the interrupted run."""
+        """Return whether the batches of this run and of the interrupted run contain different samples."""
         return self.loaded is not None and not self.layout.has_batches_of(
             StepLayout.from_state(self.loaded)
         )
@@ -556,7 +557,7 @@ class ExactResume:
     def refuse_second_reader(self) -> None:
         """Raise an error if the training loop starts an iteration before the previous one has ended.
 
-        This happens if user code iterates over the `CombinedLoader` of a fit, which replaces the loop's iterators.
+        This happens if user code iterates over the trainer's `CombinedLoader`, which replaces the loop's iterators.
         """
         length = self.length
         is_over = self.current.is_exhausted or (
@@ -577,7 +578,7 @@ class ExactResume:
     ) -> None:
         """Raise an error if a position in the middle of an epoch cannot be resumed exactly.
 
-        A checkpoint of `ddp` has no state, and is not checked.
+        Checkpoints of `ddp` have no such state and are not checked.
         """
         if self.loader.num_workers and not self.loader.in_order:
             raise self.error(_OUT_OF_ORDER)

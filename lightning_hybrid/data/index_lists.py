@@ -1,4 +1,4 @@
-"""Sampler wrapper for exact resume, which skips the index lists before the resumed position."""
+"""Sampler wrapper for exact resume, which skips index lists up to the resumed position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from lightning_hybrid.data.random_streams import SeededIndex, streams_of
 from lightning_hybrid.data.training_pass import TrainingPass
 
-# Purposes of random numbers. The purpose is a part of their seed.
+# Purposes of random numbers. The purpose is part of the seed.
 START, ITER, ORDER, CONTENT, LOOK = range(5)
 END = object()
 
@@ -33,7 +33,7 @@ _DRAW_AT_ONCE = (
 
 
 class SamplerTraits:
-    """Properties of a loader's samplers that determine how its order can be restored.
+    """Properties of a loader's samplers, which determine how its data order can be restored.
 
     Args:
         loader: Loader with the user's samplers.
@@ -45,7 +45,7 @@ class SamplerTraits:
         own_streams: Random number generators that the loader and its samplers hold.
         draws_at_once: Whether all random numbers are drawn before the first index.
         follows_from_epoch: Whether the order depends only on the epoch and the sampler's seed.
-        dealt: Values that determine the order of a `DistributedSampler` for any number of ranks. None: any other
+        dealt: Values that determine the order of a `DistributedSampler` for any number of ranks, or None for any other
             sampler.
     """
 
@@ -59,8 +59,8 @@ class SamplerTraits:
         self.draws_at_once = type(image_sampler) in _DRAW_AT_ONCE and not draws_by_batch
         self.follows_from_epoch = type(image_sampler) in _ORDER_FROM_EPOCH and not draws_by_batch
 
-        # Lightning distributes such an order over any number of ranks, so that a step's images do not depend on the
-        # number of ranks.
+        # Lightning distributes the order of such a sampler over any number of ranks, so that a step's images do not
+        # depend on the number of ranks.
         self._is_dealt = (
             type(image_sampler) is DistributedSampler
             and not draws_by_batch
@@ -72,9 +72,10 @@ class SamplerTraits:
 
     @property
     def dealt(self) -> tuple[Any, ...] | None:
-        """Settings of the data order if it does not depend on the number of ranks, otherwise None.
+        """Settings that determine the data order for any number of ranks, or None.
 
-        They are the number of images, the seed and the options of the `DistributedSampler`.
+        The settings are the number of images, the seed and the options of the `DistributedSampler`. None means that the
+        order depends on the number of ranks.
         """
         if not self._is_dealt:
             return None
@@ -88,14 +89,14 @@ class SamplerTraits:
         )
 
     def seeds(self) -> list[int | None]:
-        """Return the seed of each `DistributedSampler`, and None for each other sampler."""
+        """Return the seed of each sampler, or None for samplers other than `DistributedSampler`."""
         seeds: list[int | None] = []
         for sampler in self.samplers:
             seeds.append(sampler.seed if isinstance(sampler, DistributedSampler) else None)
         return seeds
 
     def take_seeds(self, seeds: list[int | None]) -> None:
-        """Set the seeds of an interrupted run on samplers that use the seed of `seed_everything`."""
+        """Apply the seeds of an interrupted run to samplers that use the seed of `seed_everything`."""
         seed_of_run = int(os.environ.get("PL_GLOBAL_SEED", 0))
         for sampler, seed in zip(self.samplers, seeds, strict=False):
             is_seeded_by_run = (
@@ -105,25 +106,25 @@ class SamplerTraits:
                 sampler.seed = seed
 
     def other_seed(self, seeds: list[int | None]) -> tuple[int, int] | None:
-        """Return the first saved seed that differs, with the current seed of its sampler, or None."""
+        """Return the (saved, current) seeds of the first sampler whose seed has changed, or None."""
         for sampler, seed in zip(self.samplers, seeds, strict=False):
             if isinstance(sampler, DistributedSampler) and seed not in (None, sampler.seed):
                 return seed, sampler.seed
         return None
 
     def epochs(self) -> list[int | None]:
-        """Return the epoch of each sampler, or None for a sampler that does not store its epoch."""
+        """Return the epoch of each sampler, or None for samplers that do not store their epoch."""
         return [epoch_of(sampler) for sampler in self.samplers]
 
     def set_epochs(self, epochs: list[int | None], default: int) -> None:
-        """Set the epoch of each sampler, with `default` in place of None."""
+        """Set the epoch of each sampler, replacing None with `default`."""
         for sampler, epoch in zip(self.samplers, epochs, strict=False):
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(default if epoch is None else epoch)
 
 
 def epoch_of(owner: Any) -> int | None:
-    """Return the epoch of an object with a method `set_epoch`, or None if it does not store its epoch."""
+    """Return the epoch of an object with a `set_epoch` method, or None if it does not store its epoch."""
     if not callable(getattr(owner, "set_epoch", None)):
         return None
     epoch = getattr(owner, "epoch", getattr(owner, "_epoch", None))
@@ -133,7 +134,7 @@ def epoch_of(owner: Any) -> int | None:
 
 
 def _chain_of(sampler: Any) -> list[Any]:
-    """Return a sampler and all samplers that it draws from, including those in Lightning's wrapper."""
+    """Return a sampler and all samplers nested in it, including those inside Lightning's wrapper."""
     chain: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -150,7 +151,7 @@ def _chain_of(sampler: Any) -> list[Any]:
 
 
 class FollowsOrder(Protocol):
-    """Interface that `IndexLists` needs from the exact resume of a loader."""
+    """Interface to a loader's exact resume, as needed by `IndexLists`."""
 
     loader: Any
     traits: SamplerTraits
@@ -158,22 +159,23 @@ class FollowsOrder(Protocol):
     current: TrainingPass
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global random number generators for a given purpose."""
+        """Return the numbers that seed the global random number generators for a purpose."""
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return a context manager that seeds the global random number generators for a given purpose."""
+        """Return a context manager that seeds the global random number generators for a purpose."""
 
     def compare(self, batch_number: int, checksum: int | None) -> None:
-        """Raise an error if the samples before the checkpoint differ from the interrupted run."""
+        """Raise an error if the samples before the checkpoint differ from the interrupted run's."""
 
     def compare_end_of_order(self) -> None:
-        """Raise an error if the order ends before the batch at which the interrupted run was saved."""
+        """Raise an error if the data order ends before the position of the checkpoint."""
 
 
 class IndexLists:
-    """Sampler wrapper that seeds and checks index lists, and skips those before the resumed position.
+    """Sampler wrapper that seeds, checks and skips the index lists of the wrapped sampler.
 
-    It replaces the sampler or batch sampler in the copy of a loader.
+    Index lists before the resumed position are skipped. The wrapper replaces the sampler or batch sampler in the copy
+    of a loader.
 
     Args:
         sampler: Sampler or batch sampler of the user.
@@ -184,8 +186,8 @@ class IndexLists:
         vars(self).update(_sampler=sampler, _resume=resume)
 
     def __iter__(self) -> Iterator[Any]:
-        # The sampler's iterator is created here, and not with the first index, as a `DataLoader` would. With workers a
-        # `DataLoader` creates two iterators and uses one.
+        # The sampler's iterator is created here and not with the first index, as in a `DataLoader`. With workers, a
+        # `DataLoader` creates two iterators and uses one of them.
         with self._resume.seeded_for(ITER):
             indices = iter(self._sampler)
         return self._after_place(indices)
@@ -193,7 +195,7 @@ class IndexLists:
     def _after_place(self, indices: Iterator[Any]) -> Iterator[Any]:
         """Yield the index lists after the resumed position.
 
-        Earlier lists are drawn, checked and dropped.
+        Earlier lists are drawn, checked and discarded.
         """
         resume = self._resume
         batch_number = 0
@@ -230,7 +232,7 @@ class IndexLists:
 
 
 def _checksum_of_index(index: Any, before: int) -> int:
-    """Return the checksum of all index lists up to `index`, given the checksum of the earlier lists."""
+    """Return the checksum `before` of earlier index lists, updated with the list `index`."""
     numbers = index if isinstance(index, list | tuple) else [index]
     try:
         return zlib.crc32(array("q", numbers), before)
@@ -242,7 +244,7 @@ def _checksum_of_index(index: Any, before: int) -> int:
 
 
 def checksum_of_index_lists(index_lists: Iterable[Any]) -> int:
-    """Return the checksum of index lists, as a loader with exact resume computes it."""
+    """Return the checksum that a loader with exact resume computes for index lists."""
     checksum = 0
     for index in index_lists:
         checksum = _checksum_of_index(index, checksum)
@@ -252,7 +254,8 @@ def checksum_of_index_lists(index_lists: Iterable[Any]) -> int:
 def checksum_of_batch(batch: Any) -> int:
     """Return a checksum of the values in a batch.
 
-    It covers the first 64 values of each tensor, because all values would take too long.
+    The checksum covers only the first 64 values of each tensor, because computing it for all values would take too
+    long.
     """
     values: list[Any] = []
     for leaf in tree_leaves(batch):

@@ -1,4 +1,4 @@
-"""Deterministic order of the training images, and loaders that can resume at any position in it."""
+"""Deterministic order of training images, and loaders that can resume at any position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Indices = NDArray[np.int64]
 def batch_size_per_rank(
     *, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1
 ) -> int:
-    """Compute the number of images per rank and batch from the global batch size.
+    """Compute the batch size of a rank from the global batch size.
 
     It is `global_batch_size / (world_size * accumulate_grad_batches)`.
 
@@ -52,9 +52,9 @@ def batch_size_per_rank(
 def largest_global_batch_size(
     num_images: int, *, world_size: int, accumulate_grad_batches: int = 1
 ) -> int:
-    """Return the largest valid global batch size for a number of images.
+    """Return the largest valid global batch size for a data set of `num_images` images.
 
-    It has at least one image per rank and batch, even if this exceeds the number of images.
+    The result has at least one image per rank and batch, even if that exceeds the number of images.
 
     >>> largest_global_batch_size(41, world_size=2, accumulate_grad_batches=4)
     40
@@ -65,15 +65,15 @@ def largest_global_batch_size(
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOrder:
-    """Deterministic order of the training images in all batches of one rank.
+    """Deterministic assignment of training images to the batches of one rank.
 
     The order of an epoch is a permutation P that depends only on (seed, epoch). With G = `global_batch_size`, A =
     `accumulate_grad_batches`, W = `world_size` and b = G / (A W), batch a of step s of rank r is
 
         P[s G + (a W + r) b : s G + (a W + r + 1) b]
 
-    So ranks read disjoint images. An epoch has `num_images // G` steps. The remaining images are left out, and differ
-    from epoch to epoch. The images of a step do not depend on W and A, which may change between steps.
+    Ranks therefore read disjoint sets of images. An epoch has `num_images // G` steps. The images that are left out
+    differ from epoch to epoch. The images of a step do not depend on W and A, which may change between steps.
 
     Args:
         num_images: Number of training images.
@@ -150,13 +150,13 @@ class EpochOrder:
 
     def permutation(self, epoch: int) -> Indices:
         """Return the order of all images in an epoch, which is equal on all ranks."""
-        # The last number of the seed is the purpose. Augmentation uses [seed, epoch, 1].
+        # The last number of the seed is its purpose. Augmentation uses [seed, epoch, 1].
         return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
 
     def share(self, permutation: Indices, batch: int) -> Indices:
-        """Return the image indices of one of this rank's batches, as a view of the permutation.
+        """Return the image indices of a batch of this rank, given the batch's index in the epoch.
 
-        `batch` is the index of the batch in the epoch.
+        The result is a view of the permutation.
         """
         # Batches of successive steps are adjacent, because s G + a W b = (s A + a) W b.
         start = (batch * self.world_size + self.rank) * self.batch_size_per_rank
@@ -166,9 +166,9 @@ class EpochOrder:
 class ResumableLoader(ABC):
     """Base class of loaders that follow an `EpochOrder` and can resume at any position.
 
-    The state counts steps of the global batch, so it is equal on all ranks, and Lightning saves only rank zero's state.
-    A checkpoint between two steps resumes exactly with any `world_size` and `accumulate_grad_batches`. A checkpoint
-    within a step of several batches resumes exactly only with the same values. A new epoch begins with
+    The state counts steps of the global batch, so it is equal on all ranks. Lightning saves only rank zero's state. A
+    run can resume exactly from a checkpoint between two steps with any `world_size` and `accumulate_grad_batches`. It
+    can resume exactly from a checkpoint within a step only with the same values. A new epoch begins with
     `sampler.set_epoch` or with another iteration.
 
     With a trainer, the position after a resume is taken from the trainer's counters, which are corrected first (see
@@ -177,10 +177,10 @@ class ResumableLoader(ABC):
     Args:
         order: Order of the images.
         trainer: Trainer that iterates over the loader. The strategies of this package set it if it is None. With other
-            strategies it is needed to resume a run with `max_steps` exactly from the end of an epoch.
+            strategies, it is needed to resume a run with `max_steps` exactly from the end of an epoch.
     """
 
-    # If one of these values differs, the order of an epoch differs.
+    # The order of an epoch differs if one of these values differs.
     _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")
     _SAME_IN_STEP: ClassVar[tuple[str, ...]] = ("world_size", "accumulate_grad_batches")
 
@@ -189,7 +189,7 @@ class ResumableLoader(ABC):
         self.epoch = 0
         self.batches_done = 0
         self._accumulated_before = order.accumulate_grad_batches  # value of the interrupted run
-        self._is_resumed = False  # whether no batch was read since a resume
+        self._is_resumed = False  # whether no batch has been read since a resume
         # A weak reference, so that copies of the loader do not copy the trainer.
         self._trainer = None if trainer is None else weakref.ref(trainer)
 
@@ -215,9 +215,9 @@ class ResumableLoader(ABC):
         self._trainer = weakref.ref(trainer)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the beginning of an epoch, unless this epoch has already begun.
+        """Move to the beginning of an epoch, unless the loader is already in that epoch.
 
-        After a resume, for example, the position in the epoch must not change.
+        For example, the position in the epoch must not change after a resume.
 
         Raises:
             RuntimeError: The trainer is unknown, and `epoch` does not follow the resumed position.
@@ -225,7 +225,7 @@ class ResumableLoader(ABC):
         trainer = self.trainer
         if trainer is not None and trainer.training and trainer.fit_loop.is_resuming:
             self._resume_by_counters(trainer)
-        # Lightning sets the epoch after a resume as well, which must not change the position in that epoch.
+        # Lightning also sets the epoch after a resume, which must not change the position in that epoch.
         elif epoch != self.epoch:
             if (
                 self._is_resumed
@@ -257,16 +257,16 @@ class ResumableLoader(ABC):
             count_batches_as(trainer, num_before, self.batches_done)
 
     def every_image(self) -> Iterator[Batch]:
-        """Yield this rank's batches of a pass over the data in which every image is read exactly once.
+        """Yield this rank's batches of a full pass over the data, without leaving out images.
 
-        Images are distributed over the ranks, and augmented as in epoch 0.
+        The images are distributed over the ranks, so that each image is read once. They are augmented as in epoch 0.
         """
         order = self.order
         shares = eval_shares(
             num_images=order.num_images,
             world_size=order.world_size,
             rank=order.rank,
-            # A batch may have one more image.
+            # Batches may have one more image than this.
             batch_size_per_rank=max(1, order.batch_size_per_rank - 1),
         )
         return self._batches(0, iter(shares))
@@ -297,8 +297,8 @@ class ResumableLoader(ABC):
         self._refuse_other(
             state, self._SAME, "the resumed epoch would repeat some images and skip others"
         )
-        # Between two steps the numbers of ranks and batches may change. In the middle of a step they may change if
-        # there is a trainer, because it begins the step again.
+        # Between two steps, the numbers of ranks and batches may change. In the middle of a step, they may change if
+        # there is a trainer, because the trainer repeats the step.
         if state["batches_done_of_step"] and self._trainer is None:
             why = (
                 f"the checkpoint is from the middle of a step ({state['batches_done_of_step']} of "
@@ -327,7 +327,7 @@ class ResumableLoader(ABC):
                 )
 
     def __len__(self) -> int:
-        # Lightning calls this after it has read a checkpoint, and before it checks whether an epoch is left.
+        # Lightning calls this method after it has read a checkpoint, and before it checks whether epochs are left.
         if self.trainer is not None:
             uncount_cut_epoch(self.trainer)
         return self.order.num_batches
@@ -366,7 +366,7 @@ class ResumableLoader(ABC):
         )
         with closing(self._batches(self.epoch, shares)) as batches:  # type: ignore[type-var]
             for batch in batches:
-                # The position is changed before the yield, because code after the last yield would not run.
+                # The position is updated before the yield, because code after the last yield would not run.
                 self.batches_done += 1
                 self._is_resumed = False
                 yield batch
@@ -375,11 +375,11 @@ class ResumableLoader(ABC):
 def eval_shares(
     *, num_images: int, world_size: int, rank: int, batch_size_per_rank: int
 ) -> list[Indices]:
-    """Return the image indices of one rank's evaluation batches, with each image on exactly one rank.
+    """Return the image indices of one rank's evaluation batches, without repeated images.
 
-    Rank r reads the images r, r + world_size, ... No image is repeated, so the numbers of images per rank differ by up
-    to one. All ranks have the same number of batches, at least one, so a batch may have one more image than
-    `batch_size_per_rank`.
+    Rank r reads the images r, r + world_size, ... Because no image is repeated, the numbers of images per rank differ
+    by up to one. All ranks have the same number of batches, at least one. A batch may therefore have one more image
+    than `batch_size_per_rank`.
 
     Raises:
         ValueError: There are more ranks than images.
@@ -394,7 +394,8 @@ def eval_shares(
             "every rank needs at least one image. Use fewer ranks, or set limit_val_batches=0."
         )
     # The number of batches is equal on all ranks, because collectives in a batch, such as DDP's broadcast of BatchNorm
-    # statistics, need all ranks. No batch may be empty, so their number is at most that of the smallest share's images.
+    # statistics, need all ranks. No batch may be empty, so there are at most as many batches as images in the smallest
+    # share.
     largest_share = smallest_share + (num_left > 0)
     num_batches = min(-(-largest_share // batch_size_per_rank), smallest_share)
     return np.array_split(np.arange(rank, num_images, world_size), num_batches)

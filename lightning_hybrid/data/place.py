@@ -1,4 +1,4 @@
-"""Position of a training loader, which only the training loop's own iterator may change."""
+"""Tracking of the training position in a loader, which only the training loop may change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HasPlace(Protocol):
     """Protocol for loaders whose position is changed only by the training loop."""
 
     def is_read_by_training(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop holds this iterator."""
+        """Return whether the training loop holds an iterator."""
 
     def rest_of_epoch(self) -> Iterator[Any]:
         """Iterate over the remaining batches of the epoch, and advance the loader's position."""
@@ -38,7 +38,7 @@ class PlaceIterator(Iterator[Any]):
     """Iterator that yields the remaining batches in the training loop, but all batches in user code.
 
     The inner iterator is created when the first batch is requested, because Lightning creates iterators before it sets
-    the epoch. A copy starts again, because Lightning does not copy iterators of torch's loaders either.
+    the epoch. A copy starts from the beginning, because Lightning does not copy iterators of torch's loaders either.
 
     Args:
         loader: Loader with a position.
@@ -50,7 +50,7 @@ class PlaceIterator(Iterator[Any]):
     def __init__(self, loader: HasPlace) -> None:
         self._loader = loader
         self._batches: Iterator[Any] | None = None
-        # It is removed with the first batch, because workers would stay alive if iterators referred to each other.
+        # The reference is removed with the first batch. If iterators referred to each other, workers would stay alive.
         self.holder: Iterator[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,8 +81,8 @@ class OuterIterator(Iterator[Any]):
 def is_held_by_training(trainer: Any, iterator: Iterator[Any]) -> bool:
     """Return whether the training loop of a trainer holds an iterator, directly or wrapped.
 
-    `iter(trainer.train_dataloader)` in a hook, or after the fit, creates an iterator that the loop does not hold. The
-    loop also holds the inner iterator of each `OuterIterator` that it holds.
+    `iter(trainer.train_dataloader)` in a hook, or after the fit, creates an iterator that the loop does not hold. If
+    the loop holds an `OuterIterator`, it also holds the inner iterator.
     """
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is None or fetcher._combined_loader is None:
@@ -102,9 +102,9 @@ def _leads_to(held: Iterator[Any] | None, iterator: Iterator[Any]) -> bool:
 
 
 class IteratorsOfTraining:
-    """Callable that checks whether the training loop of a trainer holds an iterator.
+    """Callable that returns whether a trainer's training loop holds an iterator.
 
-    It does not keep the trainer alive. A copy uses the same trainer, and an unpickled object has no trainer.
+    The object does not keep the trainer alive. A copy uses the same trainer. An unpickled object has no trainer.
 
     Args:
         trainer: Trainer whose loop reads loaders, or None.
@@ -119,7 +119,7 @@ class IteratorsOfTraining:
         return None if self._trainer is None else self._trainer()
 
     def __call__(self, iterator: Iterator[Any]) -> bool:
-        """Return whether the training loop holds this iterator."""
+        """Return whether the training loop holds an iterator."""
         trainer = self._live_trainer()
         return trainer is not None and is_held_by_training(trainer, iterator)
 

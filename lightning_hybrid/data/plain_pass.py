@@ -1,4 +1,4 @@
-"""Iteration over a training loader by user code, without changing the state of training."""
+"""Iteration over a training loader in user code, without changing the state of training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_hybrid.data.random_streams import SeededStreams
 
 
 def plain_pass(loader: DataLoader[Any], *words: int, is_training: bool) -> Iterator[Any]:
-    """Yield all batches of a copy of a loader, with random numbers that depend only on `words`.
+    """Yield all batches of a copy of a loader, with random numbers seeded by `words`.
 
     Args:
-        loader: Loader of the user, with its own samplers.
+        loader: Loader of the user, with its original samplers.
         *words: Numbers that seed the global random number generators during the iteration.
         is_training: Whether a training loop is currently reading the same loader.
 
@@ -42,10 +42,10 @@ def plain_pass(loader: DataLoader[Any], *words: int, is_training: bool) -> Itera
 def copy_of_loader(loader: DataLoader[Any]) -> Any:
     """Return a shallow copy of a loader.
 
-    Bound methods of the loader among its attributes, such as a `collate_fn`, are bound to the copy.
+    If an attribute is a bound method of the loader, such as a `collate_fn`, it is bound to the copy.
     """
     copied = copy.copy(loader)
-    copied._iterator = None  # Persistent workers belong to the original loader.
+    copied._iterator = None  # persistent workers belong to the original loader
     for name, value in vars(loader).items():
         if not is_bound_to(loader, value):
             continue
@@ -58,7 +58,7 @@ def copy_of_loader(loader: DataLoader[Any]) -> Any:
 
 
 def is_bound_to(loader: DataLoader[Any], value: Any) -> bool:
-    """Return whether `value` is a method of `loader`, or a `functools.partial` of one."""
+    """Return whether `value` is a bound method of `loader`, or a `functools.partial` of one."""
     function = value.func if isinstance(value, partial) else value
     return isinstance(function, MethodType) and function.__self__ is loader
 
@@ -75,7 +75,7 @@ def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any
     copies_stream = isinstance(dataset, IterableDataset) and not loader.num_workers
     if copies_stream:
         names.append("dataset")
-    # Samplers hold the data set, or the data set of a `Subset`, which must not be copied with them.
+    # Samplers refer to the data set, or to the data set of a `Subset`. The data set must not be copied with them.
     memo = {}
     for part in _below(dataset):
         if not (copies_stream and isinstance(part, IterableDataset)):
@@ -87,7 +87,7 @@ def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any
             if is_training:
                 raise RuntimeError(_cannot_copy(loader, name, error)) from error
             value = getattr(loader, name)
-        object.__setattr__(copied, name, value)  # `DataLoader` does not allow to set some of them.
+        object.__setattr__(copied, name, value)  # `DataLoader` does not allow setting some of them
     return copied
 
 

@@ -31,10 +31,10 @@ _OWN_ATTRIBUTES = (
 
 
 class LoaderInPlace:
-    """Base class of loaders that replace the user's loader during training.
+    """Base class of loader wrappers that take the place of the user's loader during training.
 
-    Everything except iteration is delegated to the replaced loader `_loader`: attributes are read from and written to
-    it.
+    Everything except iteration is delegated to the wrapped loader `_loader`. Attributes are read from and written to
+    the wrapped loader.
     """
 
     _loader: Any
@@ -44,7 +44,8 @@ class LoaderInPlace:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and unpickling read attributes before `_loader` is set. Without this check they would recurse.
+        # During copying and unpickling, attributes are read before `_loader` is set. Without this check, they would
+        # recurse.
         if name in self._own_attributes:
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -60,21 +61,22 @@ class LoaderInPlace:
 class DevicePrefetcher(LoaderInPlace):
     """Loader wrapper that moves batches to a device and prefetches them on a CUDA side stream.
 
-    On CUDA the copy runs on a side stream. It is asynchronous only if the batch is in pinned memory
-    (`DataLoader(pin_memory=True)`). Batch `i + 1` is fetched and copied while step `i` runs, if the loader itself
-    prefetches and returns new memory for each batch. A `DataLoader` with workers does so, and other loaders declare it
-    with an attribute `reads_ahead = True`. From any other loader, a batch is fetched only when it is needed, after the
-    copy of the previous batch. On a CPU nothing is prefetched. Lightning does not move these batches again.
+    On CUDA, batches are copied on a side stream. The copy is asynchronous only if the batch is in pinned memory
+    (`DataLoader(pin_memory=True)`). If the loader itself prefetches and returns new memory for each batch, batch
+    `i + 1` is fetched and copied while step `i` runs. A `DataLoader` with workers does so. Other loaders can declare it
+    by an attribute `reads_ahead = True`. From any other loader, a batch is fetched only when it is needed, after the
+    copy of the previous batch. On a CPU, nothing is prefetched. Lightning does not move these batches again.
 
-    If the loader has a method `on_device(batch)`, for example to normalise uint8 images, it is called after the copy,
-    and the floating-point tensors that it returns are cast to the compute dtype. Other batches keep their dtypes.
+    If the loader has a method `on_device(batch)`, for example to normalise uint8 images, the method is called after the
+    copy, and the floating-point tensors that it returns are cast to the compute dtype. Without this method, batches
+    keep their dtypes.
 
     Args:
         loader: Iterable of batches.
         device: Device to which batches are moved.
-        compute_dtype: Dtype of the floating-point tensors that `on_device` returns. None: their own dtype.
+        compute_dtype: Dtype to which the floating-point tensors returned by `on_device` are cast, or None.
         is_training: Function that returns whether the training loop holds an iterator. Other iterators belong to user
-            code, and do not change the state and the waiting time. None: every iterator belongs to training.
+            code, and do not change the state and the waiting time. If None, every iterator belongs to training.
     """
 
     _own_attributes = _OWN_ATTRIBUTES
@@ -153,7 +155,7 @@ class DevicePrefetcher(LoaderInPlace):
         if self._stream is None:
             return
         stream = torch.cuda.current_stream(self._device)
-        # The device waits for the copy, and the host does not.
+        # The device waits for the copy, but the host does not.
         stream.wait_stream(self._stream)
         # The allocator must not reuse this memory for the side stream while the consumer still uses it.
         apply_to_collection(
@@ -171,8 +173,8 @@ class _Fetched(NamedTuple):
 class _Batches(Iterator[Any]):
     """Iterator of a `DevicePrefetcher`.
 
-    It is not a generator, because users may copy objects that hold it, such as the trainer. A copy starts at the first
-    batch, because Lightning does not copy iterators of torch's loaders either.
+    This is not a generator, because users may copy objects that hold it, such as the trainer. A copy starts at the
+    first batch, because Lightning does not copy iterators of torch's loaders either.
     """
 
     def __init__(self, prefetcher: DevicePrefetcher) -> None:
@@ -194,7 +196,7 @@ class _Batches(Iterator[Any]):
         fetched = self._upcoming
         if fetched is None:
             fetched = ahead._fetch(self._batches, is_look=self._is_look)
-        if isinstance(fetched, Exception):  # It may be a StopIteration.
+        if isinstance(fetched, Exception):  # for example, a StopIteration
             self._is_over = True
             self._batches = None
             self._upcoming = None
@@ -229,7 +231,7 @@ def _reads_ahead(loader: object) -> bool:
 class StatefulDevicePrefetcher(DevicePrefetcher):
     """`DevicePrefetcher` for a loader with a state dict.
 
-    The state does not count batches that are prefetched but not yet used.
+    The state does not include batches that are prefetched but not yet used.
     """
 
     _has_state = True
@@ -259,9 +261,9 @@ def prefetch(
 
 
 def unwrapped(loader: Any) -> Any:
-    """Return the user's loader without the wrapper of an earlier `fit` call, if there is one.
+    """Return a loader without the wrapper that an earlier `fit` call may have added.
 
-    The wrapper belongs to the trainer of the earlier fit, so it cannot be used again.
+    The wrapper belongs to the trainer of the earlier call, so it cannot be used again.
     """
     while isinstance(loader, LoaderInPlace):
         loader = loader._loader

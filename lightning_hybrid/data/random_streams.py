@@ -1,4 +1,4 @@
-"""Seeding, saving and restoring of random number generators."""
+"""Utilities for seeding, saving and restoring random number generators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GLOBAL_NUMPY: Any = np.random.mtrand  # module whose bit generator can be repla
 # Objects of these packages are not searched for generators, because a trainer refers to all objects of a fit.
 _UNSEARCHED_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_hybrid")
 _MAX_SEARCHED = 5000  # maximum number of objects
-_MAX_CONTAINER = 100  # Longer lists and dicts hold samples, not transforms.
+_MAX_CONTAINER = 100  # longer lists and dictionaries contain samples, not transforms
 
 
 def seed_streams(*words: int) -> None:
@@ -31,16 +31,17 @@ def seed_streams(*words: int) -> None:
     key = 1
     for word in words:
         key = key << 64 | word
-    # Python's generator uses all bits of a seed of any length, and the other two generators are seeded from it.
+    # Python's generator uses all bits of seeds of any length. The other two generators are seeded from it.
     random.seed(key)
     # `torch.manual_seed` would also seed the generators of GPUs, which dropout uses.
     torch.default_generator.manual_seed(random.getrandbits(64))
     numpy_seed = random.getrandbits(32)
     try:
-        # This is the function behind `np.random.seed`, which would silently accept any kind of bit generator.
+        # This is the function that `np.random.seed` calls. Unlike `np.random.seed`, it does not silently accept any
+        # kind of bit generator.
         _GLOBAL_NUMPY._rand.seed(numpy_seed)
     except TypeError:
-        # A worker of a `DataLoader` may have replaced the bit generator, and other kinds cannot be seeded.
+        # A `DataLoader` worker may have replaced the bit generator with a kind that cannot be seeded.
         _GLOBAL_NUMPY.set_bit_generator(np.random.MT19937(0))
         _GLOBAL_NUMPY._rand.seed(numpy_seed)
 
@@ -54,14 +55,14 @@ class SeededStreams:
     def __init__(self) -> None:
         # Replacing NumPy's bit generator takes a tenth of the time of restoring its state.
         self._spare = np.random.MT19937()
-        # Checksum of NumPy's bit generator when NumPy's state was last known not to hold the second number of a normal
-        # pair.
+        # Checksum of NumPy's bit generator at the last time when NumPy's state did not cache the second number of a
+        # pair of normal samples.
         self._checksum_without_half: int | None = None
         self._outer: tuple[int, ...] | None = None
 
     @contextmanager
     def __call__(self, *words: int) -> Iterator[None]:
-        """Seed the global random number generators with `words` inside the context."""
+        """Return a context in which the global random number generators are seeded with `words`."""
         outer = self._outer
         self._outer = words
         if outer is None:
@@ -85,10 +86,11 @@ class SeededStreams:
                     np.random.set_state(numpy_state)
 
     def _state_with_half(self, bit_generator: Any) -> Any:
-        """Return NumPy's random state if it caches the second of two normal samples, otherwise None.
+        """Return NumPy's random state if it caches a normal sample, otherwise None.
 
-        That number would be lost if only the bit generator was replaced. Reading the state takes most of a context's
-        time, so it is not read again if nothing was drawn since the last time.
+        NumPy generates normal samples in pairs and caches the second one, which would be lost if only the bit generator
+        were replaced. Reading the state takes most of a context's time, so it is not read again if no random number was
+        drawn since the last time.
         """
         checksum = None
         if type(bit_generator) is np.random.MT19937:
@@ -108,8 +110,8 @@ class SeededStreams:
 class SeededIndex:
     """Index list that seeds the random number generators of a `DataLoader` worker when unpickled.
 
-    Unpickling returns the plain index list. It takes place in the worker's main thread, immediately before the worker
-    reads the batch.
+    Unpickling returns the plain index list. It happens in the worker's main thread, immediately before the worker reads
+    the batch.
 
     Args:
         index: Index list.
@@ -130,7 +132,7 @@ def _seeded_index(index: Any, words: tuple[int, ...]) -> Any:
 
 
 def is_stream(value: object) -> bool:
-    """Return whether a value is a random number generator other than the global generators."""
+    """Return whether a value is a random number generator, but not a global generator."""
     if not isinstance(value, _STREAM_TYPES) or isinstance(value, random.SystemRandom):
         return False
     global_streams = (torch.default_generator, _GLOBAL_NUMPY._rand, getattr(random, "_inst", None))
@@ -138,7 +140,7 @@ def is_stream(value: object) -> bool:
 
 
 def streams_of(owners: Iterable[object]) -> list[Any]:
-    """Return the distinct random number generators in the attributes of these objects."""
+    """Return the distinct random number generators among the attributes of objects."""
     streams: dict[int, Any] = {}
     for owner in owners:
         for value in getattr(owner, "__dict__", {}).values():
@@ -148,10 +150,10 @@ def streams_of(owners: Iterable[object]) -> list[Any]:
 
 
 def stream_names(*roots: object) -> list[str]:
-    """Return the names of random number generators that these objects hold at any depth.
+    """Search objects at any depth for random number generators, and return the generators' names.
 
     A name consists of a class and an attribute, or is the name of a function. The search follows attributes, short
-    containers, `functools.partial`, bound methods and closure variables. So it finds, for example, the generator of a
+    containers, `functools.partial`, bound methods and closure variables. For example, it finds the generator of a
     transform in a `Compose`, in the data set of a `Subset`, or in a `collate_fn`.
     """
     names: list[str] = []
@@ -170,7 +172,7 @@ def stream_names(*roots: object) -> list[str]:
 
 
 def _parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the objects that a value contains or refers to, each with a name."""
+    """Yield (name, object) pairs of all objects that a value contains or refers to."""
     if isinstance(value, str | bytes | int | float | Tensor | np.ndarray | type | ModuleType):
         return
     if isinstance(value, dict):
@@ -197,12 +199,12 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
     for cell in function.__closure__ or ():
         try:
             yield name, cell.cell_contents
-        except ValueError:  # The variable has no value yet.
+        except ValueError:  # the closure variable has no value yet
             continue
 
 
 def state_of_stream(stream: Any) -> Any:
-    """Return the state of a random number generator as numbers and tensors for a checkpoint."""
+    """Return the state of a random number generator in a form that checkpoints can store."""
     if isinstance(stream, torch.Generator):
         return stream.get_state()
     if isinstance(stream, random.Random):

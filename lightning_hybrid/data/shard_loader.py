@@ -37,12 +37,12 @@ def shards_of(rank: int, world_size: int, num_shards: int) -> list[int]:
 class ShardLoader:
     """Training loader of an elastic run that reads the batches of all data shards of a rank.
 
-    Lightning gets the batch of the rank's first shard, and `batch_of` returns the batch of any shard. All other
+    Lightning receives the batch of the rank's first shard, and `batch_of` returns the batch of any shard. All other
     attributes are those of the user's loader. Only the training loop's own iterator changes the position.
 
     Args:
         loader: Loader of `lightning_hybrid.data`, or `DataLoader` with a `DistributedSampler`.
-        reader: Reader with the seed of the run, which returns the position at which iterations of a `DataLoader` begin.
+        reader: Reader with the seed of the run. It returns the position at which iterations of a `DataLoader` begin.
         prepare: Function that wraps the loader of a shard in a prefetcher.
 
     Raises:
@@ -66,7 +66,7 @@ class ShardLoader:
         self._source = source
         self._prepare = prepare
         self.shards: Sequence[int] = (0,)  # shards of this rank
-        self.first = 0  # shard whose batch Lightning has
+        self.first = 0  # shard whose batch Lightning has received
         self._streams: dict[int, Iterator[Any]] = {}
         self._batches: dict[int, Any] = {}  # batches of the current step, by shard
         self._number = 0  # index of the current step in its epoch
@@ -80,7 +80,7 @@ class ShardLoader:
         return getattr(self._loader, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardLoader:
-        copied = copy.copy(self)  # A copy has no iterators, like a copy of torch's loaders.
+        copied = copy.copy(self)  # a copy has no iterators, like a copy of torch's loaders
         copied._streams = {}
         copied._batches = {}
         return copied
@@ -92,7 +92,7 @@ class ShardLoader:
         return PlaceIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state, with the position in the epoch that training has reached."""
+        """Return the loader's state, including the current training position in the epoch."""
         return self._source.state_dict(self.shards[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class ShardLoader:
     # ---- iterators -------------------------------------------------------------------------------------------------
 
     def is_read_by_training(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop holds this iterator."""
+        """Return whether the training loop holds an iterator."""
         return self._source.is_read_by_training(holder)
 
     def plain_pass(self) -> Iterator[Any]:
@@ -127,8 +127,8 @@ class ShardLoader:
         if shard in self._streams:
             self._batches[shard] = next(self._streams[shard])
             return self._batches[shard]
-        # A `DataLoader` draws random numbers when it starts. Hosts start the loaders of a shard in different steps, and
-        # must draw the same numbers.
+        # A `DataLoader` draws random numbers when it starts. Hosts must draw the same numbers, although they start the
+        # loader of a shard in different steps.
         with self._seeded(_START):
             self._streams[shard] = iter(self._prepare(self._source.of_shard(shard, self._number)))
             self._batches[shard] = next(self._streams[shard])
@@ -141,7 +141,7 @@ class ShardLoader:
 
     def _drop(self, shards: Sequence[int]) -> None:
         for shard in shards:
-            # When an iterator is deleted, its threads or the workers of a `DataLoader` end.
+            # When an iterator is deleted, its threads or the workers of its `DataLoader` exit.
             del self._streams[shard]
             self._batches.pop(shard, None)
 
@@ -154,7 +154,7 @@ class ShardLoader:
 
 
 class _Source:
-    """Base class that creates a loader for each data shard and stores the position of training."""
+    """Base class for creating a loader for each data shard and storing the training position."""
 
     exact_resume: ShardedPlace | None = None
 
@@ -162,7 +162,7 @@ class _Source:
         raise NotImplementedError
 
     def begin(self) -> int:
-        """Begin an iteration of the training loop, and return how many batches of the epoch are already finished."""
+        """Begin an iteration of the training loop, and return the number of batches already finished."""
         raise NotImplementedError
 
     def note_batches_done(self, batches_done: int) -> None:
@@ -185,7 +185,7 @@ class _Source:
 
 
 class _SourceOfData(_Source):
-    """Source of shard loaders for a loader of `lightning_hybrid.data`, which stores its own position."""
+    """Creator of shard loaders from a loader of `lightning_hybrid.data`, which stores its own position."""
 
     def __init__(self, loader: ResumableLoader, reader: Any) -> None:
         loader.order = replace(
@@ -229,7 +229,7 @@ class _SourceOfData(_Source):
 
 
 class _SourceOfUser(_Source):
-    """Source of shard loaders for a user's `DataLoader`, whose position is stored separately."""
+    """Creator of shard loaders from a user's `DataLoader`, whose position is stored separately."""
 
     def __init__(self, loader: DataLoader[Any], reader: Any) -> None:
         self._loader = loader
@@ -268,7 +268,7 @@ class _SourceOfUser(_Source):
 
     def __len__(self) -> int:
         length = self._place.length
-        assert length is not None  # A `DistributedSampler` has a length.
+        assert length is not None  # loaders with a `DistributedSampler` have a length
         return length
 
 
@@ -281,8 +281,8 @@ class _ReaderOfShard:
     seed: int
     place: Place
     accumulate_grad_batches: int = 1
-    sets_epochs: bool = True  # Lightning does not know the sampler of a shard.
-    reads_to_end: bool = False  # It is read to its length.
+    sets_epochs: bool = True  # because Lightning does not know the sampler of a shard
+    reads_to_end: bool = False  # because the loader is read only to its length
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
         return True
@@ -297,7 +297,7 @@ class _ReaderOfShard:
 def can_be_dealt(loader: Any) -> bool:
     """Return whether the batches of a loader can be reassigned to other ranks.
 
-    This is the case if its order depends only on seed, epoch and shard.
+    They can be reassigned if the order of the loader depends only on the seed, the epoch and the shard.
     """
     if not isinstance(loader, DataLoader) or type(_sampler_of(loader)) is not DistributedSampler:
         return False
@@ -315,7 +315,7 @@ def _loader_of_shard(loader: DataLoader[Any], shard: int, num_shards: int) -> An
         seed=dealt.seed,
         drop_last=dealt.drop_last,
     )
-    object.__setattr__(copied, "sampler", sampler)  # `DataLoader` does not allow to set it.
+    object.__setattr__(copied, "sampler", sampler)  # `DataLoader` does not allow setting it
     of_batches: Any = loader.batch_sampler
     if of_batches is not None:
         batch_sampler = BatchSampler(sampler, of_batches.batch_size, of_batches.drop_last)

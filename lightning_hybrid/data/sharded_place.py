@@ -1,6 +1,6 @@
-"""Position of training in a user's `DataLoader`, whose data shards several ranks read.
+"""Training position in a user's `DataLoader` whose data shards are read by several ranks.
 
-Its state has the same format as in runs that are not elastic.
+The state has the same format as in runs that are not elastic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from lightning_hybrid.data.training_pass import TrainingPass
 
 
 class ShardedPlace(ExactResume):
-    """Position in a loader whose order a `DistributedSampler` divides into the data shards of a step.
+    """Training position in a `DataLoader` whose order is divided into data shards.
 
-    The class only stores and restores the position. The loaders of the shards read the data.
+    A `DistributedSampler` divides the order. This class only stores and restores the position. The loaders of the
+    shards read the data.
 
     Args:
         loader: Loader of shard 0.
@@ -29,7 +30,7 @@ class ShardedPlace(ExactResume):
 
     def __init__(self, loader: DataLoader[Any], reader: Any) -> None:
         super().__init__(copy_of_loader(loader), loader, reader)
-        # Shard 0 represents all shards, even if this rank has others.
+        # Shard 0 represents all shards, even if this rank reads other shards.
         self.traits = SamplerTraits(loader, reader.world_size, 0)
 
     def _take_sampler_seeds(self, seeds: list[int | None]) -> None:
@@ -37,7 +38,7 @@ class ShardedPlace(ExactResume):
         return
 
     def begin(self) -> Place:
-        """Return and store the position at which the training loop starts to iterate.
+        """Determine, store and return the position at which the training loop begins to iterate.
 
         Raises:
             NotExactError: The run would repeat or skip samples of the interrupted epoch.
@@ -63,13 +64,12 @@ class ShardedPlace(ExactResume):
             and state["epoch"] == place.epoch
             and state["dataset_epoch"] is not None
         ):
-            # In the interrupted run the user's hooks set this epoch, but they do not run again in the middle of an
-            # epoch.
+            # The user's hooks, which set this epoch in the interrupted run, do not run again in the middle of an epoch.
             dataset.set_epoch(state["dataset_epoch"])  # type: ignore[attr-defined]
         return place
 
     def state_after(self, loader_of_shard: DataLoader[Any]) -> dict[str, Any]:
-        """Return the loader's state after the last batch of training, with one shard's checksum.
+        """Return the loader's state after the last training batch, with the checksum of one shard.
 
         Args:
             loader_of_shard: Loader of this rank's first shard.

@@ -13,7 +13,7 @@ class StepLayout:
 
     Args:
         world_size: Number of ranks that read different samples.
-        batch_size: Number of samples in a batch of a rank. None: the user's batch sampler decides.
+        batch_size: Number of samples in a batch of a rank, or None if the user's batch sampler determines it.
         accumulate_grad_batches: Number of batches that a rank reads per step.
     """
 
@@ -45,7 +45,7 @@ class StepLayout:
         return self.world_size * self.batch_size * self.accumulate_grad_batches
 
     def batches_after(self, batches_done: int, saved: StepLayout, *, is_dealt: bool) -> int:
-        """Convert a number of finished batches from a saved layout to this layout.
+        """Convert a number of finished batches in a saved layout to this layout.
 
             batches = steps done * accumulate_grad_batches        if ranks or batch sizes differ
             batches = batches done                                if batches contain the same samples

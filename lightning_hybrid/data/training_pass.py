@@ -17,10 +17,10 @@ class TrainingPass:
     Attributes:
         batches_done: Number of finished batches in the cycle.
         is_exhausted: Whether the iteration has ended.
-        expects_batch: Whether another batch must come, because the sampler has index lists left.
+        expects_batch: Whether another batch must follow, because the sampler has index lists left.
         matches_index_lists: Whether each batch belongs to one index list.
-        checksum: Checksum of the index lists up to the last batch. None: batches do not match index lists.
-        pending_checksums: Checksums of index lists whose batches are still in the workers.
+        checksum: Checksum of the index lists up to the last batch, or None if batches do not match index lists.
+        pending_checksums: Checksums of index lists whose batches the workers have not returned yet.
         expected: Number of batches at which the interrupted run was saved, and its checksum there.
         stream_states: States of an iterable data set, by number of finished batches.
         own_streams: States of the samplers' random number generators at the beginning of the iteration.

@@ -1,1 +1,1 @@
-"""Elastic training, which continues when a host is lost and lets hosts join during the run."""
+"""Elastic training: a run continues when a host is lost, and hosts can join it at any time."""

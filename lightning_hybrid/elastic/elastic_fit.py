@@ -1,11 +1,11 @@
 """Elastic training on one rank, which retries each optimizer step until it succeeds.
 
-A *membership view* is the set of hosts that train together at one time. A *shard* is one of the `max_hosts` x `devices`
-batches of a step.
+A *membership view* is the set of hosts that train together at a given time. A *shard* is one of the `max_hosts` x
+`devices` batches of a step.
 
-optimizer_step      runs the closure again in a new view until all gradients are averaged, and then updates the weights
+optimizer_step      repeats the closure in new views until all gradients are averaged, and then updates the weights
 attempt             forward and backward of this rank's shards -> all-reduce -> buffers of rank zero, logged values
-view ends           every wait in its process groups ends, hosts form a new view, and ranks that are behind receive the
+view ends           all waits in its process groups end, hosts form a new view, and ranks that are behind receive the
                     state (host_changes.py)
 """
 
@@ -34,7 +34,7 @@ from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 
 class _StepReceived(Exception):  # noqa: N818  no error
-    """Control-flow exception raised when this rank has received a step's result from other ranks."""
+    """Control-flow exception raised when this rank receives the result of a step from other ranks."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class _StepReceived(Exception):  # noqa: N818  no error
 
 
 class _HostsStop(Exception):  # noqa: N818  no error
-    """Control-flow exception that ends training before this step, because a host has stopped early."""
+    """Control-flow exception that ends training before the current step, because a host has stopped."""
 
 
 class ElasticFit:
     """Controller of elastic training on one rank during one `Trainer.fit` call.
 
     Args:
-        options: Validated options of the user.
+        options: Validated options of elastic training.
         strategy: Strategy that runs one shard. Its methods call the methods of this class.
         comm: Communication of the strategy. Its `topology` describes `max_hosts` hosts, with this host as the first.
         failures: Record of failures, whose `ended_by` is the error that ends the run.
@@ -74,7 +74,7 @@ class ElasticFit:
         self._shards: list[int] = []
         # Arguments of `training_step` after the batch.
         self._step_arguments: tuple[Any, ...] = ()
-        # Whether `_run` runs the shard, and not Lightning's closure.
+        # Whether the shard is run by `_run` rather than by Lightning's closure.
         self._runs_shard = False
         self._loader: ShardLoader | None = None
         self._views: Views | None = None
@@ -84,7 +84,7 @@ class ElasticFit:
         self._buffers_of_rank_zero: BufferCopy
         self._epoch_logs: EpochLogs
         self._average: Callable[[HookState, Any], Future[Tensor]]
-        # In the first step of a view, gradients are averaged in `self._buckets` and not in DDP's.
+        # In the first step of a view, gradients are averaged in `self._buckets` instead of DDP's buckets.
         self._averages_own_buckets = False
         # Set while a step is attempted.
         self._logs: StepLogs | None = None
@@ -99,9 +99,9 @@ class ElasticFit:
     ) -> Callable[[HookState, Any], Future[Tensor]]:
         """Return a DDP communication hook that falls back to local gradients when a collective fails.
 
-        The hook calls `average`. It returns the local bucket if the membership view has ended, and also in the first
-        step of a view, in which `after_backward` averages the gradients. It does not raise when a collective fails,
-        because an error would leave DDP's reducer unusable.
+        The hook calls `average`. If the membership view has ended, the hook returns the local bucket. It does so as
+        well in the first step of a view, because `after_backward` averages the gradients of this step. The hook does
+        not raise when a collective fails, because an error would make DDP's reducer unusable.
         """
         self._average = average
 
@@ -119,7 +119,7 @@ class ElasticFit:
         return average_or_keep
 
     def _average_or_local(self, buffer: Tensor, future: Future[Tensor]) -> Tensor:
-        """Return the averaged gradients of a bucket, or the local ones if the all-reduce failed."""
+        """Return the averaged gradients of a bucket, or the local gradients if the all-reduce failed."""
         try:
             return future.value()
         except RuntimeError as error:
@@ -130,8 +130,8 @@ class ElasticFit:
     def deal(self, loader: Any, reader: Any, prepare: Callable[[Any], Any]) -> ShardLoader:
         """Wrap the training loader so that it yields the batches of this rank's data shards.
 
-        The rank's shards change with the membership view. Lightning calls this again if it creates loaders again, such
-        as after `trainer.estimated_stepping_batches`.
+        The rank's shards change with the membership view. Lightning calls this method again if it creates the loaders
+        again, for example after `trainer.estimated_stepping_batches`.
         """
         self._loader = ShardLoader(loader, reader, prepare)
         if self._shards:
@@ -140,14 +140,14 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """True until hosts connect, while newly created data loaders are training loaders.
+        """True as long as newly created data loaders are training loaders, until hosts connect.
 
         Loaders that are created later belong to callbacks.
         """
         return self._views is None
 
     def status(self) -> dict[str, Any]:
-        """Return the `RunStatus` fields that cover all hosts instead of only this one."""
+        """Return the fields of `RunStatus` that describe all hosts of the run."""
         if self._views is None:
             num_ranks = len(self._comm.topology.node)
         else:
@@ -159,7 +159,7 @@ class ElasticFit:
         }
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Store a description of the optimizers as configured, before a checkpoint changes them.
+        """Store a description of the configured optimizers, before a checkpoint changes them.
 
         Hosts compare the descriptions before they train together.
         """
@@ -167,12 +167,12 @@ class ElasticFit:
 
     @property
     def is_in_step(self) -> bool:
-        """True while a step is being attempted."""
+        """True while an optimizer step is being attempted."""
         return self._logs is not None
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts that currently train together, or 0 before hosts have connected."""
+        """Number of hosts that currently train together, or 0 before the hosts have connected."""
         if self._views is None:
             return 0
         return self._views.topology.num_nodes
@@ -194,7 +194,7 @@ class ElasticFit:
     # ---- calls from the strategy's methods ---------------------------------------------------------------------------
 
     def meet_hosts(self) -> None:
-        """Start a run with the other hosts, or join their run, right before the training loop.
+        """Start a run with the other hosts, or join their run, just before the training loop.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -216,7 +216,7 @@ class ElasticFit:
             logs=self._epoch_logs,
             token=self._token(parameters),
         )
-        # It is the first callback, before those that swap weights at the end of training.
+        # This must be the first callback, before callbacks that swap weights at the end of training.
         self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
         trainer.callbacks.insert(0, self._stop_callback)
 
@@ -225,7 +225,7 @@ class ElasticFit:
         self._strategy._loaders.seed = self._views.seed
 
     def _prepare_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Create the gradient buckets, the copies of module buffers and the logs of the epoch."""
+        """Create the gradient buckets, the copy of module buffers and the logs of the epoch."""
         window = self._strategy.run_status.window
         opened = nullcontext()
         if window is not None:
@@ -240,8 +240,9 @@ class ElasticFit:
     def _stop_with_others(self, *_: Any) -> None:
         """Stop all hosts after the same step if this host stops early.
 
-        Hosts decide on early stopping from their logged values or their own clocks, and may differ. The host that stops
-        first ends the view, and the other hosts learn of the stop when they enter the next view. No step needs a vote.
+        Hosts decide about early stopping by their logged values or their own clocks, so the decisions may differ. The
+        host that stops first ends the view. The other hosts are informed when they enter the next view. Therefore no
+        step needs a vote.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -249,7 +250,7 @@ class ElasticFit:
         trainer = self._module.trainer
         if views is None or not trainer.should_stop or views.stops:
             return
-        # At `max_steps` or `max_epochs` all hosts end by themselves, and may have left.
+        # At `max_steps` or `max_epochs`, all hosts stop on their own, and some may have left already.
         if not _has_reached_its_end(trainer):
             views.stop(self._use_view)
 
@@ -279,9 +280,9 @@ class ElasticFit:
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return the settings of the run, which must be equal on all hosts, as text.
+        """Return the settings of the run that must be equal on all hosts, as text.
 
-        A host with another token is refused before it can interrupt the collectives of the other hosts.
+        A host with a different token is rejected before it can interrupt the collectives of the other hosts.
         """
         trainer = self._module.trainer
         shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
@@ -307,7 +308,7 @@ class ElasticFit:
         """Run one optimizer step, repeating its closure until all gradients are averaged.
 
         Args:
-            step: Function that runs the optimizer's step with the closure passed to it.
+            step: Function that runs the optimizer's step with a given closure.
             closure: Lightning's closure, which runs forward and backward of one shard.
         """
         views = self._views
@@ -321,10 +322,10 @@ class ElasticFit:
             is_taken = True
         except _HostsStop:
             self._module.trainer.should_stop = True
-            # With this exception Lightning's loop ends an epoch before a batch.
+            # This exception makes Lightning's loop end the epoch before the batch.
             raise StopIteration from None
 
-        # The view in which this rank received the step may have brought the stop.
+        # In the view in which this rank received the step's result, a host may have stopped.
         if views.stops:
             self._module.trainer.should_stop = True
         views.commit(is_taken=is_taken)
@@ -337,8 +338,8 @@ class ElasticFit:
 
         Args:
             step: Method of the strategy that runs the user's step.
-            batch: Batch that Lightning has read. It is replaced if it no longer belongs to this rank's first shard,
-                because the view has changed since.
+            batch: Batch that Lightning has read. If the view has changed since, so that the batch no longer belongs to
+                this rank's first shard, it is replaced.
             args: Arguments after the batch.
 
         Raises:
@@ -350,7 +351,7 @@ class ElasticFit:
             batch = self._batch_of(self._shards[0])
 
         output = step(batch, *args)
-        # Without a backward pass, the other ranks would wait for this one.
+        # Without a backward pass, the other ranks would wait for this rank.
         if output is None:
             raise RuntimeError(
                 "`training_step` returned None, but must return a loss in an elastic run, because every rank "
@@ -383,7 +384,7 @@ class ElasticFit:
             # This also drops residuals of a failed attempt.
             feedback.load(None)
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
-        # A checkpoint holds the checksum of the order of this rank's first shard.
+        # Checkpoints contain the checksum of the data order of this rank's first shard.
         self._strategy._loaders.rank = self._shards[0]
         if self._loader is not None:
             self._loader.use(self._shards)
@@ -395,8 +396,8 @@ class ElasticFit:
             Outputs of Lightning's closure.
 
         Raises:
-            _StepReceived: Other ranks completed the step, and this rank has received its result.
-            _HostsStop: A host ends its fit before this step.
+            _StepReceived: Other ranks completed the step, and this rank has received the result.
+            _HostsStop: A host stops before this step.
             RuntimeError: The step failed in too many views.
         """
         outputs = None
@@ -412,7 +413,7 @@ class ElasticFit:
                         outputs = outputs_of_attempt
                     run_first_shard = self._run_first_shard
 
-                # Ranks vote even without an attempt, because another rank may not know yet that the view has ended.
+                # Ranks vote even without an attempt, because other ranks may not know yet that the view has ended.
                 if self._is_whole(views):
                     return outputs
 
@@ -432,8 +433,9 @@ class ElasticFit:
     def _is_whole(self, views: Views) -> bool:
         """Return whether all ranks of this host have received all averaged gradients.
 
-        Either all ranks of a host make a step, or none does. Lightning synchronizes them before the next batch, and
-        with `shard_update` each rank updates its own parameter shard. Other hosts do not take part in the vote.
+        Either all ranks of a host complete a step, or none of them does. This is necessary because Lightning
+        synchronizes them before the next batch, and because with `shard_update` each rank updates its own parameter
+        shard. Other hosts do not take part in the vote.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -451,10 +453,11 @@ class ElasticFit:
         model.require_backward_grad_sync = len(shards) == 1
         coder = self._comm.engine.coder
         if coder is not None:
-            # A failed attempt has consumed random numbers for rounding, too.
+            # A failed attempt has also consumed random numbers for rounding.
             coder.turn = 0
 
-        # The first batch is read before the shard's seed is set, because a loader may draw numbers as it starts.
+        # The first batch is read before the shard's seed is set, because a loader may draw random numbers when it
+        # starts.
         if self._loader is not None:
             self._loader.batch_of(shards[0])
         self._seed_for(views, shards[0])
@@ -473,7 +476,7 @@ class ElasticFit:
         # All ranks draw the same random numbers between two steps.
         self._seed_for(views, self._num_shards)
         model.require_backward_grad_sync = True
-        # Buffers have seen one shard, as on a rank under `ddp`.
+        # Buffers are updated by only one shard, as on a rank under `ddp`.
         if len(shards) > 1:
             self._buffers_after_first_shard.put_back()
 
@@ -488,14 +491,14 @@ class ElasticFit:
         """Seed all random number generators for a data shard of the current step."""
         seed_streams(views.seed % 2**64, views.committed, shard)
         if self._strategy.root_device.type == "cuda":
-            # The GPU gets the seed that was just set on the CPU.
+            # The GPU uses the seed that was just set on the CPU.
             torch.cuda.manual_seed(torch.initial_seed())
 
     def after_backward(self) -> None:
-        """Average gradients outside of DDP, after the last backward of the first step in a membership view.
+        """Average gradients without DDP, after the last backward of the first step in a membership view.
 
-        The gradients are copied into the buckets of `flat_buckets`. In half-precision training they have half precision
-        and are still multiplied by the loss scale, as in DDP's buckets. The averages are unscaled and checked for inf
+        The gradients are copied into the buckets of `flat_buckets`. In half-precision training, they are in half
+        precision and multiplied by the loss scale, as in DDP's buckets. The averages are unscaled and checked for inf
         later.
 
         Collective in the first step of a view: every rank of the view must call it, in the same order.
@@ -517,7 +520,7 @@ class ElasticFit:
             views.note(error)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
-        """Broadcast rank zero's buffers, sum logged values over all hosts, and wait for averaged gradients.
+        """Synchronize buffers and logged values over all hosts, and wait for averaged gradients.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -537,7 +540,7 @@ class ElasticFit:
     def _run_first_shard(self) -> None:
         """Repeat forward and backward on this rank's first data shard.
 
-        Lightning's closure is not used again, because it zeroes gradients in a hook that users may override.
+        Lightning's closure is not run again, because it zeroes gradients in a hook that users may override.
         """
         for parameter in self._strategy.model.parameters():
             parameter.grad = None
@@ -558,7 +561,7 @@ class ElasticFit:
             self._runs_shard = False
 
     def _batch_of(self, shard: int) -> Any:
-        """Return the current batch of a data shard, on this rank's device and in the run's precision."""
+        """Return the current batch of a data shard, moved to the device and converted to the precision."""
         assert self._loader is not None
         batch = self._strategy.precision_plugin.convert_input(self._loader.batch_of(shard))
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -591,7 +594,7 @@ def _has_reached_its_end(trainer: Any) -> bool:
 
 
 def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
-    """Return a text that names the class, learning rates and an options hash of each optimizer."""
+    """Describe each optimizer by its class, its learning rates and a hash of its options."""
     texts = []
     for optimizer in optimizers:
         options = []
@@ -611,9 +614,9 @@ def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _text_of_option(value: Any) -> str:
-    """Return an option's value as text that does not vary between hosts.
+    """Convert an option's value to text that does not vary between hosts.
 
-    Objects are named by type, because their own text may contain a memory address.
+    Objects are represented by their type, because their own text may contain a memory address.
     """
     if isinstance(value, Tensor):
         return str(value.tolist())

@@ -1,4 +1,4 @@
-"""Features that cannot be combined with elastic training, with a reason and a remedy for each."""
+"""Features that elastic training does not support, with a reason and a remedy for each."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ CURES_OF_ELASTIC = {
 
 
 def features_of_run(module: Any, *, has_exact_resume: bool) -> dict[str, str]:
-    """Find the features used by a run that elastic training might not support.
+    """Find the features of a run that elastic training may not support.
 
-    Keys are names as in `CURES_OF_ELASTIC`. Values are texts for error messages.
+    Keys are names in `CURES_OF_ELASTIC`. Values are texts for error messages.
     """
     trainer = module.trainer
     features = in_module(module) | in_callbacks(trainer.callbacks)

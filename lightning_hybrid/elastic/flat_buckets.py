@@ -1,8 +1,8 @@
 """Flat tensors that hold the gradients or the buffers of a module.
 
-The buckets depend on the parameters only. They are used for the first all-reduce of a membership view. DDP rebuilds its
-own buckets after its first backward. A rank that joins has not run a backward yet, so its DDP buckets would differ from
-those of the other ranks.
+The buckets depend only on the parameters, and are used for the first all-reduce in a membership view. DDP's own buckets
+cannot be used for it, because DDP rebuilds them after its first backward. A rank that joins has not run a backward yet,
+so its buckets would differ from those of the other ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BufferCopy:
     def __init__(self, module: nn.Module) -> None:
         self._owners = [
             submodule._buffers for submodule in module.modules() if submodule._buffers
-        ]  # kept, because walking through all submodules takes long
+        ]  # stored, because a search through all submodules takes long
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)
@@ -124,7 +124,7 @@ def _copy(tensors: list[Tensor], *, to: list[Tensor]) -> None:
 def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[FlatBucket]:
     """Group parameters in reverse order into buckets of one dtype and at most `bucket_bytes` bytes.
 
-    A larger parameter has a bucket of its own.
+    A larger parameter has its own bucket.
     """
     groups: list[list[nn.Parameter]] = []
     open_ones: dict[torch.dtype, int] = {}  # index of the group that may still grow, by dtype

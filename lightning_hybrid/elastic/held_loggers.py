@@ -1,4 +1,4 @@
-"""Logger output of an elastic run, which only the current global rank zero writes."""
+"""Delayed logger output of an elastic run, which only the current global rank zero writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_hybrid.lightning_names import lightning_types
 
-# Rows that a logger has buffered are lost with its host. TensorBoard writes every 120 s, and W&B every 15 s.
+# If a host is lost, the rows in its loggers' buffers are lost. TensorBoard writes every 120 s, and W&B every 15 s.
 KEEP_S = 120.0
 
 _CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save")
@@ -26,10 +26,10 @@ class HeldLoggers:
     """Wrapper of the trainer's loggers that delays their output until the hosts have connected.
 
     Without the delay, a host that joins would open the W&B run of the first host. If the first host is lost, the next
-    global rank zero writes the rows of the last step and of the last `KEEP_S` seconds again.
+    global rank zero rewrites the rows of the last step and of the last `KEEP_S` seconds.
 
     Args:
-        loggers: Loggers of the trainer, before Lightning opens them.
+        loggers: Loggers of the trainer, which Lightning has not opened yet.
     """
 
     def __init__(self, loggers: Iterable[Any]) -> None:
@@ -39,29 +39,27 @@ class HeldLoggers:
         self._has_met = False
         self._is_first = False
         self._is_due = False
-        self._was_another_first = (
-            False  # that rank has written rows to files that this rank's loggers may open
-        )
+        self._was_another_first = False  # whether another rank has written rows to files that this rank's loggers may open
         for logger in self._loggers:
             for name in _CALLS:
                 setattr(logger, name, partial(self._hold, name, getattr(logger, name)))
         self._rank: int = vars(rank_zero_only)["rank"]
         vars(rank_zero_only)["rank"] = (
             self._rank + 1
-        )  # with a rank above zero, Lightning opens no logger until its next barrier
+        )  # if the rank is above zero, Lightning does not open loggers before its next barrier
         self._is_closed = True
 
     def let_lightning_open(self) -> None:
-        """Restore the rank of `rank_zero_only`, which was changed so that Lightning opens no loggers.
+        """Restore the rank in `rank_zero_only`, which was changed so that Lightning opens no loggers.
 
-        The strategy calls this at Lightning's first barrier, which comes after the code that opens loggers.
+        The strategy calls this method at Lightning's first barrier, which follows the code that opens loggers.
         """
         if self._is_closed:
             self._is_closed = False
             vars(rank_zero_only)["rank"] = self._rank
 
     def _hold(self, name: str, do: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if name == "log_metrics":  # copied, because a user may reuse one dictionary for all rows
+        if name == "log_metrics":  # copied, because users may reuse a dictionary for all rows
             args = tuple(map(copy, args))
             kwargs = {key: copy(value) for key, value in kwargs.items()}
         call = partial(do, *args, **kwargs)
@@ -75,8 +73,8 @@ class HeldLoggers:
     def meet(self, *, is_first: bool) -> None:
         """Record that a new membership view has begun, and whether this rank is its rank zero.
 
-        In the first view, rank zero immediately writes all output that was delayed until then. A rank that becomes rank
-        zero later does so after its next step.
+        In the first view, rank zero immediately writes all delayed output. A rank that becomes rank zero later does so
+        after its next step.
         """
         self._is_due |= is_first and not self._is_first
         self._was_another_first |= not is_first
@@ -88,7 +86,8 @@ class HeldLoggers:
     def after_step(self) -> None:
         """Write all delayed log entries if this rank has become rank zero, and drop old entries.
 
-        Writing opens the loggers. Other ranks wait for this between two steps, and not within a step.
+        Writing opens the loggers, for which other ranks have to wait. The method is called between two steps, so that
+        they do not wait within a step.
         """
         if self._is_due:
             self._is_due = False
@@ -111,8 +110,8 @@ class HeldLoggers:
 def keep_rows_of_csv(logger: Any) -> None:
     """Open a `CSVLogger` without deleting the rows that another host has written.
 
-    Lightning's logger deletes an existing file when it opens. Other loggers, remote files and missing files are left
-    alone.
+    Lightning's logger deletes an existing file when it is opened. For other loggers, remote files and missing files,
+    the function does nothing.
     """
     if not isinstance(logger, lightning_types("pytorch.loggers.CSVLogger")):
         return
@@ -125,5 +124,5 @@ def keep_rows_of_csv(logger: Any) -> None:
     with kept.open(newline="") as file:
         writer.metrics_keys = list(
             csv.DictReader(file).fieldnames or []
-        )  # the header to which rows are added
+        )  # header of the existing rows
     kept.rename(path)

@@ -1,4 +1,4 @@
-"""Changes of hosts in an elastic run, with new process groups and the transfer of training state."""
+"""Handling of hosts that join or are lost, with new process groups and transfer of training state."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ from lightning_hybrid.run_status import tensors_of_replica
 
 log = logging.getLogger(__name__)
 
-# Number of consecutive views in which a step may fail. After that, a lost host is not the cause.
+# Maximum number of consecutive views in which a step may fail. If it fails more often, the cause is not a lost host.
 MOST_VIEWS = 20
 
 
 class Views:
-    """Membership of one rank in an elastic run, with the process groups of the current membership view.
+    """Participation of one rank in an elastic run, with the process groups of the current view.
 
-    A membership view is the list of hosts that train together at one time.
+    A membership view, or view, is the list of hosts that train together at a given time.
 
     Args:
-        option: Validated options of the user.
+        option: Validated options of elastic training.
         strategy: Strategy that holds the module, optimizers and precision plugin. Their state is sent to ranks that are
             behind.
         engine: Engine of the all-reduce over the current view.
         timeout: Maximum duration of every wait for other ranks.
-        logs: Logged values of the epoch, which are sent to hosts that are behind, too.
+        logs: Logged values of the epoch, which are also sent to hosts that are behind.
         token: Description of the run's settings that must be equal on all hosts.
 
     Attributes:
-        ended: Reason why the current view has ended, empty until then.
+        ended: Reason why the current view has ended, or an empty string if it is active.
         may_cut: Whether the end of the view interrupts collectives at once.
-        committed: Number of optimizer steps that this rank has made or received.
+        committed: Number of optimizer steps that this rank has completed or received.
         wants_stop: Whether this host ends training early (`trainer.should_stop`).
         stops: Whether a host of the current view ends training early. All hosts then end after the same step.
     """
@@ -87,7 +87,7 @@ class Views:
         self.cause: BaseException | None = None
         self.wants_stop = False
         self.stops = False
-        # Whether this rank has made the latest step itself, in the current view.
+        # Whether this rank has completed the latest step itself, in the current view.
         self._has_made_step = False
         self._hosts_before: tuple[str, ...] = ()
         self.groups: ViewGroups | None = None
@@ -95,7 +95,7 @@ class Views:
         self._left = -1
         # Whether this rank has the state after `committed` steps.
         self._has_state = True
-        # Store of the current view and of the next one, on ranks that have opened them.
+        # Store of the current or the next view, on ranks that have opened one.
         self._server: dist.TCPStore | None = None
         self._next_server: dist.TCPStore | None = None
         self._lock = threading.Lock()
@@ -114,24 +114,25 @@ class Views:
             on_change=self._on_change,
             make_store=self._open_store,
         )
-        # The vote starts after the membership, which notices a rank that fails.
+        # The vote is created after the membership, which detects failed ranks.
         self._vote = HostVote(self.topology)
 
     # ---- from one view to the next -----------------------------------------------------------------------------------
 
     def enter(self, on_view: Callable[[Topology], None]) -> None:
-        """Start a run with the other hosts, or join their run, right before the training loop.
+        """Start a run with the other hosts, or join their run, just before the training loop.
 
         Collective: every rank of this host must call it, in the same order.
         """
         self._meet(self._membership.enter, on_view, is_in_step=False)
 
     def change(self, on_view: Callable[[Topology], None]) -> bool:
-        """Leave the current membership view, and enter the next one within the current step.
-
-        Return whether this rank received the step's result from other ranks.
+        """Leave the current membership view and enter the next view during the current step.
 
         Collective: every rank of this host must call it, in the same order.
+
+        Returns:
+            Whether this rank received the step's result from other ranks.
         """
         self.close()
         return self._meet(self._membership.next_view, on_view, is_in_step=True)
@@ -143,12 +144,13 @@ class Views:
         *,
         is_in_step: bool,
     ) -> bool:
-        """Enter membership views until all ranks of this host have entered the same one.
+        """Try to enter membership views until all ranks of this host have entered the same view.
 
-        Return whether this rank received the step's result from other ranks in it.
+        Returns:
+            Whether this rank received the step's result from other ranks in this view.
 
         Raises:
-            RuntimeError: The ranks could not enter `MOST_VIEWS` consecutive views.
+            RuntimeError: The ranks failed to enter `MOST_VIEWS` consecutive views.
         """
         for _ in range(MOST_VIEWS):
             self._begin_view_change()
@@ -178,7 +180,10 @@ class Views:
         ) from self.cause
 
     def _begin_view_change(self) -> None:
-        """Reset the previous membership view's state, and allow interruption of collectives in the next one."""
+        """Reset all state that belongs to the previous membership view.
+
+        Collectives of the next view may be interrupted.
+        """
         with self._lock:
             self._left = -1
             if self.groups:
@@ -192,7 +197,7 @@ class Views:
         """Count a completed optimizer step.
 
         Args:
-            is_taken: Whether this rank received the step's result from other ranks instead of making the step.
+            is_taken: Whether this rank received the step's result from other ranks instead of computing it.
         """
         self.committed += 1
         self._has_made_step = not is_taken
@@ -208,9 +213,9 @@ class Views:
     def gather(self, value: Any) -> list[Any] | None:
         """Gather a value from all ranks of all hosts, or return None if the set of hosts changes.
 
-        Use it only for comparisons after a step, because one rank may get the values while another gets None. It also
-        returns None if this rank received the step's result from other ranks. Those ranks have already compared their
-        values in the previous view.
+        Use this method only for comparisons after a step, because some ranks may get the values while others get None.
+        The result is also None if this rank received the step's result from other ranks, which have already compared
+        their values in the previous view.
 
         Collective: every rank of the view must call it after the same step, in the same order.
         """
@@ -231,7 +236,7 @@ class Views:
         return values
 
     def _warn_of_wait(self, waited_s: float, awaited: str) -> None:
-        """Log a warning that this host has waited long for the next membership view.
+        """Log a warning that this host has been waiting for the next membership view for a long time.
 
         Each waiting host logs the warning itself, because global rank zero may not be waiting.
         """
@@ -241,7 +246,7 @@ class Views:
     def _warn_of_ended_hosts(self, view: View) -> None:
         """Warn about hosts that have ended training without an error while this host continues.
 
-        The stop criteria of these hosts differ from those of this host.
+        This happens if the stop criteria of these hosts differ from those of this host.
         """
         hosts_before = self._hosts_before
         self._hosts_before = view.hosts
@@ -261,7 +266,7 @@ class Views:
             )
 
     def _enter(self, view: View) -> None:
-        """Create the process groups of a membership view, and adopt this process's rank in that view.
+        """Create the process groups of a membership view, and set this process's rank in the view.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -279,7 +284,7 @@ class Views:
             timeout=self._timeout,
             device=self._engine.device,
         )
-        # From here on, the thread that ends the view can interrupt the groups.
+        # From here on, the thread that detects the end of the view can interrupt the groups.
         with self._lock:
             self.groups = groups
             ended = self.ended
@@ -291,7 +296,7 @@ class Views:
         vars(rank_zero_only)["rank"] = rank
 
     def _open_store(self) -> str:
-        """Start a `TCPStore` server for the next membership view, and return its "ip:port"."""
+        """Start a `TCPStore` server for the next membership view, and return its address."""
         ip = self._membership.me.address.rpartition(":")[0]
         # torch's own listener would listen on all addresses.
         listener = socket.create_server((ip, 0))
@@ -309,7 +314,7 @@ class Views:
     def _on_change(self, number: int, reason: str) -> None:
         """Record the end of a membership view, and interrupt its collectives if that is allowed.
 
-        The membership calls this method in a separate thread, possibly late.
+        `Membership` calls this method in a separate thread, possibly with a delay.
         """
         with self._lock:
             if number <= self._left:
@@ -317,12 +322,12 @@ class Views:
             self.ended = self.ended or reason
             may_cut = self.may_cut
             groups = self.groups
-        # Groups of this view may not exist yet.
+        # The groups of this view may not exist yet.
         if may_cut and groups is not None and groups.number == number:
             self._cut(groups)
 
     def note(self, error: BaseException) -> None:
-        """Record an error of a collective that other ranks have caused, but re-raise any other error."""
+        """Record an error of a collective if other ranks have caused it, otherwise raise it again."""
         if isinstance(error.__cause__ or error, OrderError) or not _is_of_other_ranks(error):
             raise error
         with self._lock:
@@ -331,7 +336,7 @@ class Views:
 
     def begin(self) -> bool:
         """Allow the interruption of collectives, and return whether the membership view is still active."""
-        # Without the lock the view could end in between, and nothing would interrupt its collectives.
+        # Without the lock, the view could end in between, and its collectives would not be interrupted.
         with self._lock:
             self.may_cut = not self.ended
             return self.may_cut
@@ -346,7 +351,7 @@ class Views:
             return not self.ended
 
     def agrees(self, has_succeeded: bool, reason: str) -> bool:
-        """Return whether all ranks of this host have succeeded, and end the membership view otherwise.
+        """Vote on whether all ranks of this host have succeeded, and end the view if any rank has not.
 
         Args:
             has_succeeded: Vote of this rank.
@@ -355,12 +360,12 @@ class Views:
         Collective: every rank of this host must call it, in the same order.
         """
         if not has_succeeded:
-            # Another rank of this host may wait for this one, in a collective or for groups that do not exist yet.
+            # Another rank of this host may wait for this rank, in a collective or for groups that do not exist yet.
             self._membership.end_view(
                 f"an all-reduce failed on host {self._membership.me.host}: {self.ended}"
             )
             self._cut(self.groups)
-        # The vote does not end with a view, so that no rank waits here for another that has continued.
+        # The vote does not end with a view, so that no rank waits here for a rank that has already continued.
         have_all_succeeded = self._vote(has_succeeded)
         if has_succeeded and not have_all_succeeded:
             self.ended = self.ended or reason
@@ -376,13 +381,13 @@ class Views:
         """Interrupt all collectives of the current membership view, and destroy its process groups.
 
         Raises:
-            RuntimeError: On CUDA, a collective did not end and could still write gradients.
+            RuntimeError: On CUDA, a collective did not end and could still overwrite gradients.
         """
         self._cut(self.groups)
         stuck_stages = self._engine.close()
         if self.groups is None:
             return
-        # On the CPU, Gloo writes nothing more, because its connections are closed.
+        # On the CPU, Gloo does not write any more, because its connections are closed.
         if stuck_stages and self._engine.device.type == "cuda":
             raise RuntimeError(
                 f"elastic: all-reduce stages {stuck_stages} of the previous group of hosts did not terminate, so they "
@@ -408,8 +413,8 @@ class Views:
     def _share_state(self, view: View, *, is_in_step: bool) -> bool:
         """Send the training state to ranks that are behind, and return whether this rank received it.
 
-        In the first view of a run, all other hosts receive the state of the first host, although no rank counts as
-        behind. In later views, a host that joins counts as behind.
+        In the first view of a run, all other hosts receive the state of the first host, although no rank is considered
+        to be behind. In later views, a host that joins is considered to be behind.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -449,7 +454,7 @@ class Views:
         self._logs.take(collected)
         self.committed = view.target
         if is_in_step:
-            # The caller counts the step whose result this state is.
+            # The state is the result of a step that the caller counts.
             self.committed -= 1
         self._has_state = True
         return True
@@ -459,8 +464,8 @@ class Views:
 
         Args:
             checkpoint: Checkpoint of the other host.
-            with_place: Whether to load the position in the data, the callbacks and the loops too, because this host
-                joins.
+            with_place: Whether to load the position in the data, the callbacks and the loops as well, because this host
+                joins the run.
         """
         connector = self._strategy.lightning_module.trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
@@ -477,20 +482,20 @@ class Views:
             connector._loaded_checkpoint = {}
 
     def _load_result_of_step(self, checkpoint: dict[str, Any], connector: Any) -> None:
-        """Load weights, loss scales and optimizer state from a host that has completed the current step.
+        """Load weights, loss scales and optimizer state of a host that has completed the current step.
 
         This rank keeps its position in the data, its learning rates and its loops.
         """
         strategy = self._strategy
         optimizer_steps = getattr(strategy.precision_plugin, "optimizer_steps", ())
         # Lightning's `WeightAveraging` saves the average as `state_dict`, and the weights as `current_model_state`.
-        # This rank's own average is at the step before.
+        # This rank's own average is that of the previous step.
         checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
         connector.restore_model()
         skipped = [int(optimizer_step.num_skipped) for optimizer_step in optimizer_steps]
         connector.restore_precision_plugin_state()
 
-        # Learning rates follow this rank's schedules, which are at the current step and not after it.
+        # Learning rates follow this rank's schedules, which have not been stepped for the current step yet.
         options_before = [_options_of_groups(optimizer) for optimizer in strategy.optimizers]
         connector.restore_optimizers()
         for optimizer, options_of_groups in zip(strategy.optimizers, options_before, strict=True):
@@ -513,7 +518,7 @@ class Views:
         hashes = {name: int(fingerprint.of(tensor)) for name, tensor in tensors_of_replica(trainer)}
         gathered: list[Any] = [(hashes, self.wants_stop)] * len(view.members)
         if self.groups.world is not None:
-            # A rank that stops early tells the other ranks here, so that no step needs a vote.
+            # A rank that stops early informs the other ranks here, so that no step needs a vote.
             self.groups.run(
                 partial(dist.all_gather_object, gathered, gathered[0], group=self.groups.world)
             )
@@ -551,9 +556,9 @@ def _is_of_other_ranks(error: BaseException) -> bool:
 
 
 def _host_id() -> str:
-    """Return a unique identifier of this launch on this host, which all its ranks share.
+    """Return a unique identifier for this launch on this host, which all ranks of the host share.
 
-    A host that is restarted after a failure therefore counts as a new host.
+    A host that is restarted after a failure is therefore treated as a new host.
 
     Collective: every rank of this host must call it, in the same order.
     """

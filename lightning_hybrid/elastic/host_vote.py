@@ -1,4 +1,4 @@
-"""Vote among the ranks of one host on the success of each step."""
+"""Vote of the ranks of one host on whether a step has succeeded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_hybrid.comm import Topology
 class HostVote:
     """Logical AND of a boolean over all ranks of one host, exchanged over Unix sockets.
 
-    Each rank sends one byte to the first rank of the host and receives one byte back, over Unix sockets that do not end
-    with a membership view. A Gloo all-reduce would wake three threads and take 20 times the processor time. If a rank
-    fails, the membership notices it and ends all ranks of the host.
+    Each rank sends one byte to the first rank of the host and receives one byte back. The sockets stay open when the
+    membership view changes. A Gloo all-reduce would wake three threads and take 20 times the processor time. If a rank
+    fails, the membership protocol detects it and ends all ranks of the host.
 
     Collective: every rank of the host must create the object, and call it equally often.
     """
@@ -26,7 +26,7 @@ class HostVote:
         self._others: list[Connection] = []
         if not num_others:
             return
-        # Every rank creates a listener, and only the first rank's is used.
+        # Every rank creates a listener, but only the first rank's listener is used.
         with Listener(family="AF_UNIX", backlog=num_others) as listener:
             address: list[str] = [str(listener.address)]
             dist.broadcast_object_list(address, src=0)

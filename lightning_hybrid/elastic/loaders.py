@@ -1,4 +1,4 @@
-"""Training loaders of an elastic run, whose batches are divided among the present hosts."""
+"""Data loaders of an elastic run, with training batches divided among the present hosts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ElasticLoaders(TrainingLoaders):
     """Data loaders of the elastic strategy, with training batches divided among the present hosts.
 
     Attributes:
-        fit: Controller of the current training run, which assigns the batches of the training loader to ranks. None: no
-            run is active.
+        fit: Controller of the current training run, which assigns the batches of the training loader to ranks. None if
+            no run is active.
     """
 
     def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:

@@ -22,7 +22,7 @@ class ElasticOptions(OptionValue):
         max_hosts: Number of hosts that share a step when all are present.
         meet: Addresses `"ip:port"` at which hosts find each other, in a list or separated by commas.
         min_hosts: Minimum number of hosts with which a run begins or continues.
-        silent_s: Seconds without a heartbeat after which a host counts as lost.
+        silent_s: Seconds without a heartbeat after which a host is considered lost.
 
     Raises:
         ValueError: A value is invalid.
@@ -86,7 +86,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def _why_no_address(text: str) -> str:
-    """Return the reason why a text is not an address with a port, or an empty string if it is valid."""
+    """Explain why a text is not an address with a port, or return an empty string if it is one."""
     if "://" in text:
         return f"begins with {text.partition('://')[0]}://, but must not have a scheme"
     if any(character.isspace() for character in text):
@@ -123,7 +123,7 @@ def resolved(meeting_points: Sequence[str]) -> list[str]:
 
 
 def warn_of_loopback(option: ElasticOptions, addresses: Sequence[str]) -> None:
-    """Warn if `meet` has only loopback addresses, which other machines cannot reach."""
+    """Warn if `meet` contains only loopback addresses, which other machines cannot reach."""
     if option.max_hosts > 1 and all(address.startswith("127.") for address in addresses):
         rank_zero_warn(
             f"`meet` (={','.join(option.meeting_points)}) contains only addresses of this machine, so a host on "

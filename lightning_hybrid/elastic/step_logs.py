@@ -1,7 +1,7 @@
-"""Aggregation of logged values and metrics over all hosts of an elastic run, in each step.
+"""Aggregation of logged values and metrics over all hosts of an elastic run.
 
-    sync_dist=True, metric states that are sums     summed over all shards and hosts in the step, so that every host has
-                                                    the sums, and no values are lost with a host
+    sync_dist=True, metric states that are sums     summed over all shards and hosts in each step, so that every host
+                                                    has the sums, and no values are lost with a host
     all other values                                taken from each rank's first shard, as on a rank under `ddp`
 
 The first rank of each host keeps the sums and its other ranks keep zeros, because Lightning and torchmetrics sum over
@@ -23,7 +23,7 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 class StepMetric(NamedTuple):
-    """Torchmetrics metric of a module, with the names of its summed states and of its other states."""
+    """Torchmetrics metric, with the names of the states that are sums and of its other states."""
 
     name: str
     metric: Any
@@ -53,7 +53,7 @@ class EpochLogs:
 
     Args:
         module: The LightningModule.
-        is_first: Whether this rank is the first of its host, which keeps the sums.
+        is_first: Whether this rank is the first rank of its host, which keeps the sums.
     """
 
     def __init__(self, module: Any, *, is_first: bool) -> None:
@@ -64,7 +64,7 @@ class EpochLogs:
         self._unseen: tuple[int, dict[str, Any]] = (
             -1,
             {},
-        )  # epoch, and its values received from another host
+        )  # epoch, and the values of the epoch that were received from another host
         self._at_end: list[
             dict[str, Any]
         ] = []  # values at the end of an epoch, kept until the next epoch's first step is complete
@@ -91,7 +91,7 @@ class EpochLogs:
                 )
 
     def commit(self) -> None:
-        """Copy the logged values if the step was the last of its epoch, otherwise delete any earlier copy.
+        """Copy the logged values after the last step of an epoch, and delete the copy after other steps.
 
         The copy is needed because Lightning resets the values at the end of the epoch, when another host may still be
         behind.
@@ -99,10 +99,10 @@ class EpochLogs:
         self._at_end = [self._now()] if self._trainer.is_last_batch else []
 
     def collected(self) -> list[dict[str, Any]]:
-        """Return the values logged in the current epoch, to be sent to another host.
+        """Collect the values logged in the current epoch, to be sent to another host.
 
-        Call it between two steps. Until an epoch's first step is complete, the list also contains the values at the end
-        of the previous epoch.
+        Call this method between two steps. Until an epoch's first step is complete, the list also contains the values
+        at the end of the previous epoch.
         """
         return [self._now(), *self._at_end]
 
@@ -123,7 +123,7 @@ class EpochLogs:
         return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
     def take(self, several: Sequence[dict[str, Any]]) -> None:
-        """Replace this host's logged values with those received from another host.
+        """Replace this host's logged values with values received from another host.
 
         Args:
             several: Result of `collected` on the other host. The values of this rank's current epoch are used.
@@ -134,7 +134,9 @@ class EpochLogs:
         )
         for key, result in self._trainer._results.items():
             values = matching_key["values"].get(key, {})
-            if not self._is_first:  # only values of the step are the same on all ranks
+            if (
+                not self._is_first
+            ):  # other ranks of the host keep only the step's values, not the sums
                 values = {
                     name: values[name]
                     for name in ("_forward_cache", "has_reset")
@@ -156,12 +158,12 @@ class EpochLogs:
 
 
 class StepLogs:
-    """Snapshot of logged values for rollback, with the values that each data shard of a step logs.
+    """Snapshot of logged values before a step, for rollback, and the values logged by each data shard.
 
     Args:
         results: Values that Lightning has collected in the epoch.
         metrics: Metrics of the module.
-        unseen: Values received from another host, by key. They count once this host logs the key.
+        unseen: Values received from another host, by key. They are used once this host logs the key.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class StepLogs:
         self._of_shards: dict[str, list[Tensor]] = {}  # values with on_step=True of each shard
 
     def restore(self) -> None:
-        """Restore all logged values and metric states to those before the step."""
+        """Restore all logged values and metric states from before the step."""
         for key in list(self._results):
             if key not in self._before:
                 del self._results[key]
@@ -199,8 +201,8 @@ class StepLogs:
     def end_shard(self) -> None:
         """Record the values that a data shard has logged.
 
-        From shards after the first, only values with `sync_dist=True` count. All other values are reset to those of the
-        first shard.
+        For shards after the first one, only values with `sync_dist=True` are used. All other values are reset to those
+        of the first shard.
         """
         for key, result in self._results.items():
             if _is_shared(result):
@@ -246,7 +248,7 @@ class StepLogs:
                 continue
             is_mean = result.meta.is_mean_reduction
             if not _is_sum(result):
-                continue  # maximum and minimum cover one host only
+                continue  # maximum and minimum cover only one host
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
                 added.append(

@@ -1,7 +1,7 @@
 """The `hybrid_elastic` strategy, which continues when a host is lost and lets hosts join.
 
 Each host is launched separately, so Lightning's `world_size` and `global_rank` and torch's default process group cover
-one host. Collectives over all present hosts use process groups of this package.
+only one host. Collectives over all present hosts use process groups of this package.
 """
 
 from __future__ import annotations
@@ -51,18 +51,17 @@ class HybridElastic(HybridAllReduce):
     weights equal those of a run in which all `max_hosts` hosts are always present.
 
     Args:
-        max_hosts: Number of hosts that share a step when all are present. None: the environment variable
+        max_hosts: Number of hosts that share a step when all are present. The default is the environment variable
             `HYBRID_ELASTIC_MAX_HOSTS`.
         meet: Addresses `"ip:port"` at which hosts find each other, in a list or separated by commas. If the network
-            splits the hosts into two halves, the half with the host at the first address continues. None: the
+            splits the hosts into two halves, the half with the host at the first address continues. The default is the
             environment variable `HYBRID_ELASTIC_MEET`.
-        min_hosts: Minimum number of hosts. With fewer, a run does not begin, and a run that has lost hosts waits.
-        silent_s: Seconds without a heartbeat after which a host counts as lost.
-        **options: As in `HybridAllReduceStrategy`. Options that need the same ranks during the whole training raise an
-            error.
+        min_hosts: Minimum number of hosts. With fewer hosts, a run does not begin, and a run that has lost hosts waits.
+        silent_s: Seconds without a heartbeat after which a host is considered lost.
+        **options: As in `HybridAllReduceStrategy`. Options that need the same ranks throughout training raise an error.
 
     Raises:
-        ValueError: An option is invalid. Raised before any process group is created.
+        ValueError: An option is invalid. The error is raised before any process group is created.
     """
 
     registered_name = ELASTIC_NAME
@@ -87,7 +86,7 @@ class HybridElastic(HybridAllReduce):
         )
         self._fit: ElasticFit | None = None
         self._held_loggers: HeldLoggers | None = None
-        # Whether this rank is rank zero over all hosts, also after training. None before training.
+        # Whether this rank is rank zero over all hosts, even after training. None before training.
         self._is_first: bool | None = None
         _refuse_own_buffers(options)
         # DDP's ranks are those of one host. All hosts share buffers at the end of a step, in `ElasticFit`.
@@ -103,7 +102,7 @@ class HybridElastic(HybridAllReduce):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Set up the environment like `hybrid_allreduce`, and delay loggers until hosts have connected."""
+        """Set up the environment like `hybrid_allreduce`, and delay loggers until hosts are connected."""
         super().setup_environment()
         if self._module.trainer.state.fn == "fit":
             self._held_loggers = HeldLoggers(self._module.trainer.loggers)
@@ -111,7 +110,7 @@ class HybridElastic(HybridAllReduce):
     def _begin_communication(self) -> None:
         """Prepare communication for `max_hosts` hosts, and raise if a feature is not supported.
 
-        Until hosts have connected, this host counts as the first.
+        Until the hosts have connected, this host is treated as the first host.
         """
         self._refuse_run()
         topology = Topology.from_ranks_per_node(
@@ -133,7 +132,7 @@ class HybridElastic(HybridAllReduce):
         """Raise if the run uses a feature or a device that elastic training does not support.
 
         Raises:
-            ValueError: The run needs the same ranks during the whole training, or trains on an unsupported device.
+            ValueError: The run needs the same ranks throughout training, or trains on an unsupported device.
         """
         features = self._options.features() | features_of_run(
             self._module, has_exact_resume=self._loaders.is_on
@@ -163,7 +162,7 @@ class HybridElastic(HybridAllReduce):
         return self._comm.topology.world_size > 1
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers, and record their options for the comparison between hosts."""
+        """Create the optimizers, and record their options so that hosts can compare them."""
         super().setup_optimizers(trainer)
         if self._fit is not None:
             self._fit.note_optimizers(self.optimizers)
@@ -180,7 +179,7 @@ class HybridElastic(HybridAllReduce):
         return self._fit.optimizer_step(step, closure)
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Run the user's `training_step` on one of this rank's data shards, and raise if it returns None."""
+        """Run the user's `training_step` on one of this rank's data shards."""
         if self._fit is None:
             return super().training_step(batch, *args)
         return self._fit.training_step(super().training_step, batch, *args)
@@ -191,16 +190,16 @@ class HybridElastic(HybridAllReduce):
             self._fit.after_backward()
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Skip the base class's check that a backward has filled DDP's buckets.
+        """Skip the base class's check that backward has filled DDP's buckets.
 
         In the first step of a membership view, gradients are averaged outside DDP's buckets.
         """
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Gather a tensor over the ranks of this host, outside of training steps.
+        """Gather a tensor from the ranks of this host, outside of training steps.
 
         Raises:
-            RuntimeError: Called in a training step, in which other hosts would not take part.
+            RuntimeError: The call is in a training step, where other hosts would not take part.
         """
         if self._fit is not None:
             self._fit.refuse_gather_in_step()
@@ -209,7 +208,7 @@ class HybridElastic(HybridAllReduce):
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce a value over the ranks of this host.
 
-        In a training step the value is returned unchanged, because logged values are summed over all shards at the end
+        In a training step, the value is returned unchanged, because logged values are summed over all shards at the end
         of the step.
         """
         if self._fit is not None and self._fit.is_in_step:
@@ -225,11 +224,11 @@ class HybridElastic(HybridAllReduce):
             self._held_loggers.let_lightning_open()
         super().barrier(name)
         if self._fit is not None and name == "run-stage" and self._module.trainer.training:
-            self._fit.meet_hosts()  # checkpoints are restored, and the loop has not begun
+            self._fit.meet_hosts()  # now checkpoints are restored, and the loop has not begun
 
     @property
     def is_global_zero(self) -> bool:
-        """True on the one rank of the run that writes logs and checkpoints."""
+        """True on the only rank of all hosts that writes logs and checkpoints."""
         if self._is_first is None:
             return super().is_global_zero
         return self._is_first
@@ -275,7 +274,7 @@ def _value_or_variable(value: Any, variable: str) -> Any:
 def _refuse_own_buffers(options: dict[str, Any]) -> None:
     """Remove DDP's buffer-broadcast options from a dictionary, and raise if any of them is False.
 
-    Ranks of an elastic run always share their buffers.
+    The ranks of an elastic run always synchronize their buffers.
 
     Raises:
         ValueError: One of the options is False.

@@ -1,1 +1,1 @@
-"""Strategy `hybrid_allreduce` and its precision plugin for Lightning Fabric."""
+"""The `hybrid_allreduce` strategy and its precision plugin for Lightning Fabric."""

@@ -1,7 +1,8 @@
-"""Precision plugin for half-precision training with fp32 master weights in a user's own Fabric loop.
+"""Precision plugin for half-precision training with fp32 master weights in Fabric training loops.
 
-It works like `precision/plugin.py` in the Trainer's manual optimization, for any number of modules and optimizers.
-Parameters are half-precision only during forward and backward, so all other code of the loop sees fp32 parameters.
+The plugin works like `precision/plugin.py` in the Trainer's manual optimization, for any number of modules and
+optimizers. Parameters are in half precision only during forward and backward, so all other code of the loop sees fp32
+parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_hybrid.precision.optimizer_protocol import evaluates_closure, par
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
 
-# Number of optimizer steps after which the host asks the device whether all were skipped. The Trainer asks at its
+# Number of optimizer steps after which the host checks whether all steps were skipped. The Trainer does so at its
 # logged steps, by default every 50 steps.
 _ASK_EVERY = 50
 
@@ -31,13 +32,13 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     """Fabric precision plugin for fp16 or bf16 training with fp32 master weights.
 
         forward         runs under autocast on half-precision copies of the weights. Outputs are converted to fp32
-        backward        uses the scaled loss. Afterwards `p.grad` is fp32 and unscaled, and may be clipped or changed
+        backward        uses the scaled loss. Afterwards, `p.grad` is fp32 and unscaled, and may be clipped or changed
         optimizer.step  updates the fp32 weights, or is skipped if a gradient was inf or nan
 
-    Each optimizer has its own loss scale. A backward uses the smallest scale of the optimizers that it can reach.
-    Checkpoints hold the fp32 weights, the fp32 state of the optimizers and the loss scales. Arguments and errors are
-    the same as for the Trainer's `MasterWeightPrecision`. Every 50 steps the plugin checks for 40 skipped steps in a
-    row.
+    Each optimizer has its own loss scale. A backward pass uses the smallest scale of all optimizers whose parameters it
+    can reach. Checkpoints contain the fp32 weights, the fp32 state of the optimizers and the loss scales. Arguments and
+    errors are the same as for the Trainer's `MasterWeightPrecision`. Every 50 steps, the plugin checks for 40
+    consecutive skipped steps.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     ) -> None:
         super().__init__(precision, loss_scale=loss_scale, keep_fp32=keep_fp32)
         self._modules = nn.ModuleList()
-        # Function that returns whether the current backward averages a parameter's gradient. A strategy sets it. The
-        # default is true of every parameter, and can be pickled for `hybrid_allreduce_spawn`.
+        # Function that returns whether the current backward averages a parameter's gradient, set by the strategy. The
+        # default returns True for every parameter, and can be pickled for `hybrid_allreduce_spawn`.
         self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
         self._waits_for_backward = (
-            False  # a forward has built a graph, and no backward has run since
+            False  # True if a forward has built a graph and no backward has run since
         )
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def forward_context(self) -> Iterator[None]:
         """Return a context for a forward pass with half-precision parameters under autocast."""
         assert self.gradients is not None
-        # DDP may rebuild its buckets in a forward pass, and would then round existing gradients.
+        # DDP may rebuild its buckets in a forward pass, which would round existing gradients.
         with self.gradients.hidden(list(self._modules.parameters())), super().forward_context():
             yield
         if torch.is_grad_enabled():

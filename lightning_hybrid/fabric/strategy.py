@@ -1,7 +1,7 @@
-"""Strategy `hybrid_allreduce` for Fabric, with the same communication, precision and checkpoints as for the Trainer.
+"""The `hybrid_allreduce` strategy for Fabric.
 
-Features of the Trainer's strategy that need a trainer are not supported: the timeline, prefetching, and schedules that
-wait after a skipped step.
+Communication, precision and checkpoints are the same as for the Trainer. Features of the Trainer's strategy that need a
+trainer are not supported: the timeline, prefetching, and schedules that wait after a skipped step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ else:
 
 
 def _explaining(name: str) -> Any:
-    """Wrap a base-class method so that its error messages name missing ranks."""
+    """Wrap a method of the base class so that its error messages name missing ranks."""
 
     def call(self: FabricHybridAllReduce, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -78,29 +78,30 @@ def _explaining(name: str) -> Any:
 class FabricHybridAllReduce(_Base):
     """Data-parallel strategy for Fabric with a hybrid all-reduce and fp32 master weights.
 
-    A drop-in replacement for Fabric's `DDPStrategy`. `precision="16-true"` and `"bf16-true"` train fp32 master weights.
-    `fabric.setup` may be called for several modules: each has its own buckets and engine. `fabric.save` adds the loss
-    scales to a state that holds an optimizer, and `fabric.load` restores them.
+    The strategy is a drop-in replacement for Fabric's `DDPStrategy`. `precision="16-true"` and `"bf16-true"` train fp32
+    master weights. `fabric.setup` may be called for several modules, each of which has its own buckets and engine.
+    `fabric.save` adds the loss scales to a state that contains an optimizer, and `fabric.load` restores them.
 
     Args:
         between_nodes: How nodes combine their gradients: `Mean(...)` or `Adasum()`. The rounding noise of `"int8"`
             and `"int4"` depends on the number of reductions since the run began, because Fabric does not count steps.
-        ranks_per_node: Number of consecutive ranks that form a node. None: ranks on the same host form a node.
+        ranks_per_node: Number of consecutive ranks that form a node. If None, ranks on the same host form a node.
         comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`. A planner chooses a plan for each
             module.
         loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
-        uneven_batches: What happens if the training loader of a rank ends before the others: `"error"` (default), or
-            `"join"`, with which ranks that have no batch left join the remaining steps of loaders from `join_loader`.
+        uneven_batches: What happens if the training loader of a rank ends before the others. `"error"` (default) raises
+            an error. With `"join"`, ranks without batches join the remaining steps of loaders from `join_loader`.
         exact_resume: Whether loaders in a saved state resume in the middle of an epoch with exactly the remaining
             samples. See data/README.md.
         timeout: Seconds or a `timedelta` after which a rank that is dead or missing from a collective raises an error.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: As in Fabric's `DDPStrategy`.
-        **ddp_kwargs: Passed to `DistributedDataParallel`. `gradient_as_bucket_view` is off by default,
-            except in half precision.
+        **ddp_kwargs: Passed to `DistributedDataParallel`. `gradient_as_bucket_view` is False by default, except in half
+            precision.
 
     Raises:
-        ValueError: An option is unknown or has an invalid value. Raised before any process group is created.
+        ValueError: An option is unknown or has an invalid value. The error is raised before any process group is
+            created.
 
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
@@ -144,7 +145,7 @@ class FabricHybridAllReduce(_Base):
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # modules that were set up
         self._joined_steps: JoinedSteps | None = None  # with `uneven_batches="join"`
-        self._agreements: list[BatchAgreement] = []  # of joined loaders
+        self._agreements: list[BatchAgreement] = []  # one for each joined loader
         # DDP wrapper of each parameter whose gradient it averages, by the parameter's `id`.
         self._wrapper_of: dict[int, DistributedDataParallel] = {}
         self._earlier_error: BaseException | None = None  # an error from before the first setup
@@ -167,7 +168,7 @@ class FabricHybridAllReduce(_Base):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        """Set the precision plugin, replacing plain half precision by one with fp32 master weights."""
+        """Set the precision plugin, but replace plain half precision with fp32 master weights."""
         self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
@@ -188,7 +189,7 @@ class FabricHybridAllReduce(_Base):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Set up processes like DDP, and start a watchdog that names missing ranks in errors."""
+        """Set up the processes like DDP, and start a watchdog that names missing ranks in errors."""
         has_several = self._comm.has_several_communicators(None)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
@@ -238,11 +239,11 @@ class FabricHybridAllReduce(_Base):
         engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
-            self._failures.end_setup()  # From here on, the engine's watchdog names missing ranks.
+            self._failures.end_setup()  # from here on, the engine's watchdog names missing ranks
             # Fabric has no hook at the end of training, so the engines are closed when the process ends. This also
             # works in a child process of `launch(function)`.
             Finalize(None, self._close_engines, exitpriority=1)
-            # A process that was forked from a notebook has the notebook's last error.
+            # A process that was forked from a notebook has inherited the notebook's last error.
             self._earlier_error = getattr(sys, "last_value", None)
         self._engines.append(engine)
         self._failures.engine = engine
@@ -258,27 +259,28 @@ class FabricHybridAllReduce(_Base):
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader that can resume within an epoch, or the given loader if this is off or unsupported."""
+        """Return a loader that can resume within an epoch, if that is enabled and supported."""
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 
     def join_loader(
         self, loader: Any, count_samples: Callable[[Any], int] | None = None
     ) -> JoinedLoopLoader:
-        """Return a training loader with which ranks that run out of batches join the remaining steps of an epoch.
+        """Wrap a training loader so that ranks without batches join the remaining steps of an epoch.
 
-        The result yields the same number of batches on every rank. Each loss must be the mean over the samples of its
-        batch. `fabric.backward` then computes the gradient of the mean over the samples of all ranks:
+        The resulting loader yields the same number of batches on every rank. Each loss must be the mean over the
+        samples of its batch. `fabric.backward` then computes the gradient of the mean over the samples of all ranks:
 
             gradient = sum over ranks of (samples of the rank * gradient of its loss) / (samples of all ranks)
 
-        While a rank repeats an earlier batch, with weight zero, the attribute `repeats_batch` of the result is True.
+        While a rank repeats an earlier batch, with weight zero, the attribute `repeats_batch` of the loader is True.
 
-        Collective: every rank must call it, in the same order. The same holds for each pass over the result.
+        Collective: every rank must call it, in the same order. Every pass over the loader is collective as well.
 
         Args:
             loader: Loader from `fabric.setup_dataloaders`.
-            count_samples: Function that returns the number of samples in a batch. None: the length of the first tensor.
+            count_samples: Function that returns the number of samples in a batch. The default is the length of the
+                first tensor.
 
         Raises:
             ValueError: The strategy was created without `uneven_batches="join"`.
@@ -308,7 +310,7 @@ class FabricHybridAllReduce(_Base):
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass like DDP, and weight the loss if the batch is from a joined loader."""
+        """Run a backward pass like DDP, with a weighted loss if the batch is from a joined loader."""
 
         def run(loss: Tensor) -> None:
             self._run_backward(loss, module, *args, **kwargs)
@@ -332,7 +334,7 @@ class FabricHybridAllReduce(_Base):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather a tensor of all ranks like DDP.
+        """Gather a tensor from all ranks like DDP.
 
         Raises:
             RuntimeError: The gathered values have gradients, and the batch is from a joined loader.
@@ -344,7 +346,7 @@ class FabricHybridAllReduce(_Base):
         return gathered
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Check that the gradients of all trained parameters are averaged, then run the optimizer step."""
+        """Run the optimizer step, after a check that all gradients are averaged."""
         if self.world_size > 1:
             refuse_what_is_not_averaged(optimizer, self._wrapper_of, self._modules)
         return super().optimizer_step(optimizer, **kwargs)
@@ -359,7 +361,7 @@ class FabricHybridAllReduce(_Base):
     ) -> Tensor:
         """Clip gradients by norm like DDP, but do not raise for inf or nan if the loss is scaled.
 
-        The optimizer step is then skipped.
+        In that case, the optimizer step is skipped later.
         """
         is_scaled = self._half is not None and self._half.loss_scale is not None
         raises_error = error_if_nonfinite and not is_scaled
@@ -370,7 +372,7 @@ class FabricHybridAllReduce(_Base):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint like DDP, with the loss scales if the state contains an optimizer.
 
-        Collective if the state holds loaders: every rank of the group must call it, in the same order.
+        Collective if the state contains loaders: every rank of the group must call it, in the same order.
         """
         half = self._half
         state = self._loaders.with_states(state, self.global_rank)
@@ -392,7 +394,7 @@ class FabricHybridAllReduce(_Base):
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
-    # These methods act like DDP's, and their errors name a missing rank.
+    # These methods behave like DDP's, but their errors name a missing rank.
     _run_backward = _explaining("backward")
     _run_all_gather = _explaining("all_gather")
     barrier = _explaining("barrier")
@@ -402,7 +404,7 @@ class FabricHybridAllReduce(_Base):
     def _close_engines(self) -> None:
         # If an error ended this process, the interpreter has stored it. The engines report it to the other ranks.
         error = getattr(sys, "last_value", None)
-        if error is self._earlier_error:  # It is from before the first setup.
+        if error is self._earlier_error:  # from before the first setup
             error = None
         self._failures.end_setup()
         engines = self._engines

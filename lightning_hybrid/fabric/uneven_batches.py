@@ -1,6 +1,7 @@
-"""Uneven batches (`uneven_batches="join"`) in a training loop that the user writes with Fabric.
+"""Uneven batches (`uneven_batches="join"`) in Fabric training loops.
 
-A Trainer knows which iterator trains. In a user's own loop, the user marks it with `strategy.join_loader(loader)`:
+A Trainer knows which iterator it uses for training. In a Fabric loop, the user marks the training loader with
+`strategy.join_loader(loader)`:
 
     next batch          all ranks exchange their numbers of samples, and a rank without a batch repeats an earlier one
     fabric.backward     the loss is weighted by this rank's number of samples. A repeated batch adds zero gradients
@@ -35,12 +36,12 @@ from lightning_hybrid.strategy.uneven_batches.window_weights import WindowWeight
 OPTION = "`uneven_batches` (='join')"
 _FEATURES = {"uneven batches": OPTION}
 
-# Entry of a rank in a loader's saved state: whether its loader has ended in the saved epoch.
+# Key of the entry in a loader's saved state that says whether a rank's loader has ended in the saved epoch.
 _HAS_ENDED = "has_ended"
 
 
 class JoinedSteps:
-    """Weights of the gradients in a user's own loop, and the state to restore after a repeated batch.
+    """Gradient weights in a Fabric training loop, and the state to restore after a repeated batch.
 
     Args:
         world_size: Number of ranks.
@@ -70,12 +71,12 @@ class JoinedSteps:
         try:
             yield
         finally:
-            # also at a `break`, after which Python closes the iterator
+            # This also runs after a `break`, when Python closes the iterator.
             self._is_training = False
             self.end_batch()
 
     def begin_batch(self, batch: AgreedBatch, modules: Iterable[nn.Module]) -> None:
-        """Set this rank's weight in the averages of a batch, and prepare the modules for a repeated one."""
+        """Set the weight of this rank's gradients, and prepare the modules if the batch is repeated."""
         self.is_within_batch = True
         self.repeats_batch = batch.num_own == 0
         # Each batch is weighted like a step, because the loop does not say how many batches it accumulates.
@@ -135,19 +136,20 @@ class JoinedSteps:
         finally:
             for engine in engines:
                 engine.num_terms = self._world_size
-            # Activation checkpointing has run the layers again, and the loop may validate or save before it goes on.
+            # Activation checkpointing has run the layers again, and the loop may validate or save before the next
+            # batch.
             self._restore_statistics()
 
 
 class JoinedLoopLoader:
     """Loader that yields a batch in every step until the loaders of all ranks have ended.
 
-    A pass over it is an epoch of training, so every rank must begin it, and leave it at the same batch.
+    Each pass over the loader is an epoch of training. Every rank must begin it, and leave it at the same batch.
 
     Args:
         loader: Loader of this rank, from `fabric.setup_dataloaders`.
-        agreement: Agreement of the ranks on each batch.
-        steps: Weights of the gradients.
+        agreement: Object with which ranks agree on each batch.
+        steps: Gradient weights of the loop.
         modules: Modules that are trained.
     """
 
@@ -162,7 +164,7 @@ class JoinedLoopLoader:
         self._agreement = agreement
         self._steps = steps
         self._modules = modules
-        self._has_ended = False  # this rank's loader, in this epoch
+        self._has_ended = False  # whether this rank's loader has ended in this epoch
         self._own_length = _length_of(loader)
         self._length = agreement.longest(self._own_length)
 
@@ -186,7 +188,7 @@ class JoinedLoopLoader:
                 batch = self._agreement.next_batch(batch, has_ended=self._has_ended)
                 if batch is END:
                     return
-                if batch is None:  # on every rank
+                if batch is None:  # this happens on all ranks or on none
                     continue
                 self._steps.begin_batch(self._agreement.agreed.popleft(), self._modules)
                 yield batch
@@ -204,7 +206,7 @@ class JoinedLoopLoader:
 
 
 class ResumableJoinedLoader(JoinedLoopLoader):
-    """`JoinedLoopLoader` that resumes in the middle of an epoch, because this rank's loader does.
+    """`JoinedLoopLoader` that can resume in the middle of an epoch, like this rank's loader.
 
     `fabric.save` gathers the states of all ranks.
     """
@@ -215,7 +217,7 @@ class ResumableJoinedLoader(JoinedLoopLoader):
         return self._loader.exact_resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's loader, and whether the loader has ended in this epoch."""
+        """Return the state of this rank's loader, including whether it has ended in this epoch."""
         state: dict[str, Any] = self.exact_resume.state_dict()
         has_ended = self._has_ended or state["own"]["is_over"]
         if self._own_length is not None and state["batches"] >= self._own_length:
@@ -256,10 +258,12 @@ def refuse_unsupported(module: nn.Module) -> None:
 
 
 def refuse_gather_with_gradients() -> None:
-    """Raise because the gradients of gathered values would include those of repeated batches.
+    """Raise an error that explains why values with gradients cannot be gathered.
+
+    Their gradients would include those of repeated batches.
 
     Raises:
-        RuntimeError: Always.
+        RuntimeError: This error is always raised.
     """
     gathering = {"gather with gradients": "`fabric.all_gather(sync_grads=True)`"}
     refuse_excluded(_FEATURES | gathering, error=RuntimeError)
@@ -270,10 +274,10 @@ def samples_in(batch: Any, count_samples: Callable[[Any], int] | None) -> int:
 
     Args:
         batch: Batch of a training loader.
-        count_samples: Function of the user that returns it. None: it is the length of the first tensor.
+        count_samples: Function of the user that returns the number. The default is the length of the first tensor.
 
     Raises:
-        ValueError: The batch contains no tensor, or the number is not a whole number.
+        ValueError: The batch contains no tensor, or the function does not return a whole number.
     """
     if count_samples is not None:
         number = count_samples(batch)
@@ -291,7 +295,7 @@ def samples_in(batch: Any, count_samples: Callable[[Any], int] | None) -> int:
 
 
 def device_of(loader: Any) -> torch.device | None:
-    """Return the device to which a loader of Fabric moves batches, or None if it does not move them."""
+    """Return the device to which a Fabric loader moves batches, or None if it does not move them."""
     device: torch.device | None = getattr(loader, "device", None)
     return device
 

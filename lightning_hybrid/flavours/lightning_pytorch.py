@@ -1,4 +1,4 @@
-"""Strategy, precision plugin and checkpoint plugin for `lightning.pytorch`, which `lightning_hybrid` exports."""
+"""Strategy, precision plugin and checkpoint plugin for `lightning.pytorch`, exported at top level."""
 
 from __future__ import annotations
 

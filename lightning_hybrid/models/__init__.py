@@ -1,4 +1,4 @@
-"""Corrections of BatchNorm for gradient accumulation and for activation checkpointing."""
+"""Corrections for BatchNorm under gradient accumulation and activation checkpointing."""
 
 from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum
 

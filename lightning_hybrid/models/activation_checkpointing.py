@@ -19,15 +19,15 @@ def checkpointed(
     """Compute `stage(*xs)` with activation checkpointing, so that backward recomputes activations.
 
     Values and gradients are bitwise equal to those of `stage(*xs)` if its kernels are deterministic and use no random
-    numbers. Running statistics of the normalisation layers in `norms` are updated once, in forward. Without autograd
-    (`torch.no_grad`) the stage runs only once.
+    numbers. Running statistics of the normalisation layers in `norms` are updated only once, in forward. Without
+    autograd (`torch.no_grad`), the stage runs only once.
 
     Args:
         stage: Function to compute.
         *xs: Arguments of the function.
         norms: Module whose normalisation layers the stage uses.
-        preserve_rng_state: Whether the recomputation uses the same random numbers (dropout), which costs a copy of the
-            random state.
+        preserve_rng_state: Whether the recomputation uses the same random numbers, for example for dropout. This needs
+            a copy of the random state.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
     """
@@ -35,7 +35,7 @@ def checkpointed(
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), second_pass(norms)
 
-    # Only the implementation without reentry accepts a `context_fn`.
+    # Only the non-reentrant implementation accepts a `context_fn`.
     return checkpoint(
         stage,
         *xs,
@@ -48,7 +48,7 @@ def checkpointed(
 def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager for recomputation that leaves running statistics unchanged.
 
-    It also enters the torch function modes that are active when this function is called.
+    The context manager also enters the torch function modes that are active when this function is called.
 
     Args:
         norms: Module whose normalisation layers must not update their running statistics.
@@ -68,15 +68,15 @@ def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
 
 def current_function_modes() -> list[Any]:
     """Return the active torch function modes that a recomputation must enter again."""
-    # An example is the emulated fp16 of precision="16-true" on a CPU, where a recomputation must have the results of
-    # forward. torch's checkpoint restores only the innermost DeviceContext.
+    # An example is the emulated fp16 of precision="16-true" on a CPU, where a recomputation must reproduce the results
+    # of forward. torch's checkpoint restores only the innermost DeviceContext.
     modes = _get_current_function_mode_stack()
     return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 @contextmanager
 def _copies_of_running_statistics(norms: nn.Module) -> Iterator[None]:
-    # Without copies, each batch would count twice in the running statistics and in `num_batches_tracked`.
+    # Without these copies, each batch would count twice in the running statistics and in `num_batches_tracked`.
     # `track_running_stats=False` cannot be used, because both passes must save the same number of tensors.
     originals = []
     for module in norms.modules():

@@ -11,7 +11,7 @@ from lightning_hybrid.checks import require_whole
 
 
 def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> float:
-    """Compute the BatchNorm momentum with which k updates have the decay of a single update.
+    """Compute the BatchNorm momentum for which k updates decay statistics as much as one update.
 
         m' = 1 - (1 - m)^(1/k)          (1 - m')^k = 1 - m
 
@@ -33,7 +33,7 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
             f"`momentum` (={momentum}) must be from 0 to 1, because it is the weight of the new batch in the running "
             "statistics. Set momentum=0.1, the default of PyTorch."
         )
-    # log1p(-1) is -inf, and with a single micro-batch the momentum must not change by rounding.
+    # log1p(-1) is -inf. With a single micro-batch, rounding must not change the momentum.
     if momentum == 1 or accumulate_grad_batches == 1:
         return momentum
     # The formula 1 - (1 - m)^(1/k) itself would lose digits for a large k.
@@ -41,16 +41,16 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
 
 
 def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int:
-    """Correct the momentum of BatchNorm layers in place for optimizer steps with several micro-batches.
+    """Correct the momentum of BatchNorm layers in place for steps with several micro-batches.
 
-    BatchNorm updates its running statistics r in every forward, which is k times per step with k micro-batches:
+    BatchNorm updates its running statistics r in every forward pass, which is k times per step with k micro-batches:
 
         r <- (1 - m) r + m * statistics of this micro-batch
 
-    With an unchanged momentum m, only (1 - m)^k of the old average remains after a step. For m = 0.1 and k = 8 this is
-    0.43 instead of 0.9, so evaluation uses noisier statistics. With m' of `corrected_momentum`, 1 - m remains. If all
-    micro-batches have equal statistics, r is then the result of a single update. Two differences from one batch of all
-    images remain:
+    With an unchanged momentum m, only (1 - m)^k of the old average remains after a step. For m = 0.1 and k = 8, this is
+    0.43 instead of 0.9, so evaluation uses noisier statistics. With the corrected momentum m', a fraction of 1 - m
+    remains. If all micro-batches have equal statistics, r is then the result of a single update. Two differences from
+    one batch of all images remain:
 
     * The last micro-batch has a larger weight than the first, by the factor (1 - m')^-(k - 1), at most 1 / (1 - m).
     * The variance does not include the variance between the means of micro-batches.
@@ -71,7 +71,7 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
     >>> correct_momentum_(norm, accumulate_grad_batches=2), round(norm.momentum, 12)
     (1, 0.1)
     """
-    # This call checks the argument even if the module has no such layer.
+    # This call validates the argument even if the module has no such layers.
     corrected_momentum(0.0, accumulate_grad_batches=accumulate_grad_batches)
 
     num_corrected = 0

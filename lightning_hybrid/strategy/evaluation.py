@@ -66,7 +66,9 @@ class Evaluation:
         )
 
         self._trainer = trainer
-        if isinstance(loader, ExactEvaluationLoader):  # The loader was wrapped by an earlier evaluation.
+        if isinstance(
+            loader, ExactEvaluationLoader
+        ):  # The loader was wrapped by an earlier evaluation.
             return loader
         share = None
         if isinstance(loader, DataLoader):

@@ -196,9 +196,7 @@ def test_without_hard_links_the_previous_file_is_renamed(tmp_path, monkeypatch):
     assert (step_in(tmp_path / "last.ckpt"), step_in(tmp_path / "last.previous.ckpt")) == (3, 2)
 
 
-def test_without_hard_links_a_failed_write_restores_the_name_of_the_old_file(
-    tmp_path, monkeypatch
-):
+def test_without_hard_links_a_failed_write_restores_the_name_of_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     cf.write_checkpoint(checkpoint(1), path)
     refuse_links(monkeypatch)

@@ -1,1 +1,1 @@
-"""Report of a training run, with plots, an HTML page and a JSON summary."""
+"""Training-run report, with plots, an HTML page and a JSON summary."""

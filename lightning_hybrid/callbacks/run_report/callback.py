@@ -38,21 +38,23 @@ class RunReport(Callback):
         <run_dir>/run.png        loss, accuracy, learning rate, loss scale, waits against steps; buckets
         <run_dir>/summary.json   last and best value of every metric, throughput, communication, settings of the run
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
-        <run_dir>/run.html       a page with all of it, good results first
+        <run_dir>/run.html       a page with all of the above, good results first
 
-    Checkpoints hold curves and totals, so the report of a resumed run covers the whole run. Curves
-    are values that the module and other callbacks log (list `TrainingMetrics` before this
-    callback), thinned beyond 2,000 points. Communication is that of rank zero, of every step since
-    the first. The number of ranks counts all hosts: in an elastic run the fewest and the most that
-    trained at the same time. With `fast_dev_run` nothing is written.
+    Checkpoints contain curves and totals, so the report of a resumed run covers the whole run.
+    Curves are values that the module and other callbacks log, reduced to at most 2,000 points. List
+    `TrainingMetrics` before this callback, so that its values are included. Communication is
+    measured on rank zero in all steps. The number of ranks includes all hosts. For an elastic run,
+    the report shows the minimum and maximum number of ranks that trained at the same time. With
+    `fast_dev_run`, nothing is written.
 
     Args:
-        run_dir: Folder for the files. None: the trainer's `default_root_dir`.
+        run_dir: Folder for the files. If None, the trainer's `default_root_dir` is used.
 
     Attributes:
-        config: Configuration of the run. None: the module's hyper-parameters. Set it before `fit`.
-        overrides: Settings that were given on the command line. None: unknown.
-        code_dir: Folder in the repository that the code is from. None: unknown.
+        config: Configuration of the run, to be set before `fit`. If None, the module's
+            hyper-parameters are used.
+        overrides: Settings that were given on the command line, or None if they are unknown.
+        code_dir: Folder in the repository of the code, or None if it is unknown.
     """
 
     def __init__(self, run_dir: str | None = None) -> None:
@@ -62,18 +64,19 @@ class RunReport(Callback):
         self.code_dir: Path | None = None
         self.curves = defaultdict[str, list[Point]](list)
         self._earlier_fits_s = 0.0
-        self._fit_began_s: float | None = None  # None: no fit is running
+        self._fit_began_s: float | None = None  # None while no fit is running
         self._last_step = 0
-        # Communication of earlier fits. None: none of them had a trace.
+        # Communication of earlier `fit` calls, or None if none of them had a trace.
         self._earlier_communication: CommSummary | None = None
-        self._trace: CommTrace | None = None  # of the current fit
-        # Path of the checkpoint that was tested. None: the weights in memory were tested.
+        self._trace: CommTrace | None = None  # trace of the current `fit` call
+        # Path of the checkpoint that was tested, or None if the weights in memory were tested.
         self._tested_checkpoint: Any = None
-        # Fewest and most ranks that trained at the same time. None: no step was made.
+        # Minimum and maximum number of ranks that trained at the same time, or None before the
+        # first step.
         self._trained_on: tuple[int, int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the curves, elapsed time, communication and number of ranks so far."""
+        """Return the recorded curves, elapsed time, communication and numbers of ranks."""
         curves = {}
         for name, points in self.curves.items():
             curves[name] = torch.from_numpy(np.array(points, np.float64))
@@ -86,7 +89,7 @@ class RunReport(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the curves, elapsed time, communication and number of ranks from a checkpoint.
+        """Restore the curves, elapsed time, communication and numbers of ranks from a checkpoint.
 
         Older checkpoints may lack some of these values.
         """
@@ -103,9 +106,10 @@ class RunReport(Callback):
     def communication(self) -> CommSummary | None:
         """Return a summary of this rank's communication since the first step.
 
-        None: the strategy does not trace its communication.
+        The result is None if the strategy does not trace its communication.
         """
-        # A trace counts one fit. A run may have several, in this process or before a resume.
+        # A trace covers a single `fit` call. A run may consist of several calls, in this process or
+        # before it was resumed.
         if self._trace is None:
             return self._earlier_communication
         current = self._trace.total()
@@ -122,7 +126,7 @@ class RunReport(Callback):
         return self._earlier_fits_s + current_fit_s
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise an error if matplotlib is missing, before any training.
+        """Check before training that matplotlib is installed.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -134,10 +138,12 @@ class RunReport(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock and the communication trace of this `fit` call."""
+        """Start the clock, and begin to count the communication of this `fit` call."""
         self._fit_began_s = perf_counter()
         self._last_step = trainer.global_step
-        self._earlier_communication = self.communication()  # an interrupted fit may have a trace
+        self._earlier_communication = (
+            self.communication()
+        )  # an interrupted fit may have left a trace
         self._trace = run_status(trainer).comm_trace
         if self._trace is not None:
             self._trace.measure_devices()
@@ -195,7 +201,8 @@ class RunReport(Callback):
             if m.metric_of(name) is not None and name.startswith(groups):
                 append_(self.curves[name], trainer.global_step, float(value))
         times = self.curves[m.ELAPSED_S]
-        # Training and validation may both record at a step, whose time is recorded once.
+        # Training and validation may both record values at the same step, but the time is recorded
+        # only once per step.
         if not times or times[-1][0] != trainer.global_step:
             append_(times, trainer.global_step, self.elapsed_s)
 
@@ -213,7 +220,10 @@ class RunReport(Callback):
         return points[-1][1] if points else None
 
     def best(self) -> dict[str, float]:
-        """Return the best value of each metric for which a best value is defined."""
+        """Return the largest or smallest value of each metric, depending on which is better.
+
+        Metrics for which neither is better are left out.
+        """
         best = {}
         for name, points in self.curves.items():
             metric = m.metric_of(name)
@@ -229,7 +239,7 @@ class RunReport(Callback):
     def images_per_s(self) -> float | None:
         """Return the mean training throughput in images per second, or None if it was not logged.
 
-        All logged values cover the same number of images, so the mean is harmonic.
+        The mean is harmonic, because all logged values cover the same number of images.
         """
         points = self.curves.get(m.IMAGES_PER_S)
         if not points:
@@ -237,16 +247,19 @@ class RunReport(Callback):
         return statistics.harmonic_mean([value for _, value in points])
 
     def exposed_s(self) -> float | None:
-        """Return the mean exposed communication time in seconds per step, or None if not logged."""
+        """Return the mean exposed communication time in seconds per step, or None if not logged.
+
+        Exposed communication is communication that backward does not overlap.
+        """
         points = self.curves.get(m.COMM_EXPOSED_S)
         if not points:
             return None
         return statistics.mean([value for _, value in points])
 
     def exposed_share(self) -> float | None:
-        """Return the fraction of training time that is exposed communication, or None if not logged.
+        """Return the fraction of training time spent in exposed communication, or None if not logged.
 
-        It is the mean over logged steps, weighted by their time.
+        The fraction is a mean over logged steps, weighted by their time.
         """
         # All logged values cover the same number of images, so the time is proportional to
         # 1 / images per second.
@@ -309,7 +322,7 @@ class RunReport(Callback):
         }
 
     def findings(self, trainer: pl.Trainer) -> dict[str, tuple[bool, str]]:
-        """Return a text for each result of the run by name, with a flag that is True for a good result."""
+        """Return the main results of the run as `{name: (is good, text)}`."""
         status = run_status(trainer)
         folder = self._folder(trainer)
         findings: dict[str, tuple[bool, str]] = {}
@@ -360,7 +373,7 @@ class RunReport(Callback):
         return findings
 
     def table(self, trainer: pl.Trainer) -> str:
-        """Format the results of the run as text with one line per result."""
+        """Format the main results of the run as text, with one line per result."""
         folder = self._folder(trainer)
         rows = {name: text for name, (_, text) in self.findings(trainer).items()}
         rows["run directory"] = str(folder)
@@ -405,7 +418,8 @@ class RunReport(Callback):
     def _write(self, trainer: pl.Trainer) -> None:
         if _is_dry(trainer):
             return
-        from lightning_hybrid.callbacks.run_report import figure, run_page  # matplotlib is an extra
+        # Imported here because matplotlib is an optional dependency.
+        from lightning_hybrid.callbacks.run_report import figure, run_page
 
         summary = self.summary(trainer)
         panels = run_page.panels_of(self.curves, self.communication())
@@ -432,12 +446,12 @@ def _write_file(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             part.write_bytes(content)
-    except OSError as error:  # a missing report must not end a run that has trained
+    except OSError as error:  # a failure to write the report must not fail the run
         rank_zero_warn(f"{path} was not written ({error.strerror}). The run continues without it.")
 
 
 def _count_of_ranks(fewest: int, most: int) -> str:
-    """Format a number of ranks, or a range, as text.
+    """Format a number of ranks, or a range of numbers, as text.
 
     >>> _count_of_ranks(1, 1), _count_of_ranks(2, 2), _count_of_ranks(2, 4)
     ('1 rank', '2 ranks', '2 to 4 ranks')

@@ -1,4 +1,4 @@
-"""Metric curves whose number of points is bounded, even for long runs."""
+"""Metric curves with a limited number of points, even for long runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 MAX_POINTS = 2000
 """Maximum number of points of a curve.
 
-The panels of a run's picture have one pixel for four of them.
+A plot in the run's picture has one pixel for every four points.
 """
 
 Point = tuple[int, float]
@@ -15,7 +15,7 @@ Point = tuple[int, float]
 
 
 def append_(curve: list[Point], step: int, value: float) -> None:
-    """Append a point to a curve, and thin the curve first if it has too many points.
+    """Append a point to a curve, and drop some earlier points if there are too many.
 
     Steps must increase.
 
@@ -33,19 +33,19 @@ def append_(curve: list[Point], step: int, value: float) -> None:
 def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     """Return at most `num_points` points of a curve, spread evenly over the steps.
 
-    The first and the last point and those of the smallest and the largest value are kept.
+    The first and the last point, and the points with the smallest and the largest value, are kept.
 
     >>> thinned([(step, -1.0 if step == 5 else float(step)) for step in range(100)], num_points=6)
     [(0, 0.0), (5, -1.0), (33, 33.0), (66, 66.0), (99, 99.0)]
     """
     values = [value for _, value in curve]
-    # The choice depends on the points alone, so a resumed run has the same curve as an
-    # uninterrupted one.
+    # The selection depends only on the points, so that a resumed run has the same curve as an
+    # uninterrupted run.
     extremes = {0, values.index(min(values)), values.index(max(values))}
     first = curve[0][0]
     last = curve[-1][0]
     num_intervals = num_points - len(extremes)
-    # The last point of each interval, since later points overwrite earlier ones.
+    # This keeps the last point of each interval, because later points overwrite earlier ones.
     interval_ends = {}
     for index, (step, _) in enumerate(curve):
         interval = (step - first) * num_intervals // (last - first + 1)

@@ -17,8 +17,8 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
     """Return the software versions, the machine and the Git commit of this process.
 
     Args:
-        code_dir: Folder of the code. If it is in a Git repository, `commit` is its commit, with a
-            `+` if files differ from it. Otherwise `commit` is None.
+        code_dir: Folder of the code. If it is in a Git repository, `commit` is the current commit,
+            followed by `+` if files differ from the commit. Otherwise `commit` is None.
 
     >>> environment()["torch"] == torch.__version__, environment()["commit"]
     (True, None)
@@ -45,11 +45,11 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
 
 
 def code_state(code_dir: Path) -> dict[str, Any] | None:
-    """Return the Git commit of the repository around a folder, and whether tracked files differ.
+    """Return the Git commit of a folder, and whether tracked files have uncommitted changes.
 
-    The keys are `commit` and `is_dirty`. The result is None if there is no repository, no commit or
-    no git. It is also None if the repository tracks no file of the folder, such as a virtual
-    environment inside a project.
+    The result has the keys `commit` and `is_dirty`. It is None if there is no repository, if there
+    is no commit, or if git is not installed. It is also None if the repository does not track any
+    file in the folder, for example if the folder is a virtual environment inside a project.
 
     >>> code_state(Path("/")) is None
     True

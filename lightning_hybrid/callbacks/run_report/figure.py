@@ -1,8 +1,8 @@
 """Style of all figures: phone width, labels next to lines, and colours for light and dark pages.
 
-A figure is drawn for the width at which it is shown, so its text is never scaled. Wider pages show
-several figures side by side. Hues are those of Okabe & Ito 2008, which colour-blind readers can
-distinguish, darkened until readable as text.
+Figures are drawn at the width at which they are shown, so that their text is never scaled. Wider
+pages show several figures side by side. The hues are those of Okabe & Ito 2008, which colour-blind
+readers can distinguish. They are darkened until they are readable as text.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _DARK_COLOURS = {
     SERIES[4]: "#e3b341",
     SERIES[5]: "#a5a8ff",
 }
-"""Colours of dark pages, by those of light pages."""
+"""Colours in dark mode, by the corresponding colours in light mode."""
 
 
 def _css_rules() -> str:
-    """Return CSS rules that replace the colours of light pages with those of dark pages."""
+    """Return CSS rules that replace the colours of a light-mode SVG image with those of dark mode."""
     rules = ""
     for light, dark in _DARK_COLOURS.items():
         for kind in ("fill", "stroke"):
@@ -66,7 +66,7 @@ Panel = tuple[Callable[[Axes], None], int]
 
 
 def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
-    """Draw panels in a grid, row by row, with the label of each line at its end."""
+    """Draw panels in a grid, row by row, with a label at the end of each line."""
     row_heights = []
     for first in range(0, len(panels), columns):
         row = panels[first : first + columns]
@@ -123,9 +123,9 @@ def _label_lines(axes: Axes, height: int) -> None:
 
 
 def in_units(axes: Axes, *, x: str | None = None, y: str | None = None) -> None:
-    """Label the ticks of the axes in their units, with SI prefixes.
+    """Format the tick labels of the axes with units and SI prefixes.
 
-    Numbers without a unit have a prefix only from a million on.
+    Numbers without a unit get a prefix only if they are at least one million.
     """
     for axis, unit in ((axes.xaxis, x), (axes.yaxis, y)):
         if unit is not None:
@@ -154,18 +154,18 @@ def svg_of(figure: Figure) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = text.replace("pt", "", 2)  # in width and height: a point is a pixel here
+    text = text.replace("pt", "", 2)  # in width and height, because one point is one pixel here
     style = f"<style>@media (prefers-color-scheme: dark) {{{_css_rules()}}}</style>"
     return text.replace(">", f">{style}", 1)
 
 
 def png_of(figure: Figure) -> bytes:
-    """Convert a figure to PNG on a white background, with two pixels per page pixel."""
+    """Convert a figure to PNG on a white background, at twice the resolution of a page."""
     with rc_context(_STYLE), io.BytesIO() as buffer:  # type: ignore[arg-type]
         figure.savefig(buffer, format="png", dpi=144, facecolor="white")
         return buffer.getvalue()
 
 
 def write_svg(path: Path, panels: Sequence[Panel]) -> None:
-    """Write panels to one SVG file, one below the other."""
+    """Write panels to a single SVG file, one below the other."""
     path.write_text(svg_of(figure_of(panels)))

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages with embedded plots, for phones and desktops in light and dark mode."""
+"""Self-contained HTML pages with embedded plots, with a responsive layout and a dark mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Good(str):
-    """Text of a table cell that the page marks as a good result."""
+    """Text of a table cell that is highlighted as a good result."""
 
 
 def render(template: Path, **values: Any) -> str:
@@ -54,7 +54,7 @@ def pictures(panels: Sequence[Panel]) -> list[str]:
 def format_value(value: Any, unit: str | None = None) -> str:
     """Format a value for display, with an SI prefix if it has a unit.
 
-    None becomes an empty string. A number with a unit has four significant digits.
+    None becomes an empty string. Numbers with a unit are rounded to four significant digits.
 
     >>> format_value(1 / 3), format_value(65536.0), format_value(None), format_value(True), format_value([1, "a"])
     ('0.333333', '65536', '', 'True', "[1, 'a']")
@@ -83,9 +83,9 @@ def format_value(value: Any, unit: str | None = None) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested configuration to one dictionary with dotted keys, as on the command line.
+    """Flatten a nested configuration to a dictionary with dotted keys, as on the command line.
 
-    Empty mappings stay as they are.
+    Empty mappings are kept as values.
 
     >>> flatten({"optim": {"lr": 1.0, "betas": [0.9, 0.99]}, "logger": None, "tags": {}})
     {'optim.lr': 1.0, 'optim.betas': [0.9, 0.99], 'logger': None, 'tags': {}}

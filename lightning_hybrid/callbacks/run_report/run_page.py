@@ -21,7 +21,7 @@ Curves = Mapping[str, Points]
 MOST_BARS = 12
 """Maximum number of buckets in the picture.
 
-If there are more, those that were exposed longest are shown.
+If there are more buckets, those with the longest exposed times are shown.
 """
 
 
@@ -31,7 +31,7 @@ def _last(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePanel:
-    """Description of a plot of one or more metrics, with a statistic in its title.
+    """Definition of a plot of one or more metrics, with a statistic in its title.
 
     Attributes:
         title: Title, as a format string for the statistic.
@@ -95,7 +95,7 @@ CURVE_PANELS = (
 
 
 def panels_of(curves: Curves, comm: CommSummary | None) -> list[Panel]:
-    """Return a plot for each group of metrics that was measured, and one for gradient buckets."""
+    """Return a panel for each group of metrics that was measured, and one for gradient buckets."""
     panels: list[Panel] = []
     for curve_panel in CURVE_PANELS:
         lines = {}
@@ -132,7 +132,7 @@ def _draw_curves(panel: CurvePanel, title: str, lines: Curves, axes: Axes) -> No
 
 @dataclass(frozen=True)
 class _TimedBucket:
-    """Gradient bucket with its mean exposed and in-flight times per step, in seconds."""
+    """Gradient bucket with its mean exposed time and mean time in flight, in seconds per step."""
 
     bucket: BucketSummary
     exposed_s: float
@@ -140,9 +140,9 @@ class _TimedBucket:
 
 
 def _timed_buckets(comm: CommSummary | None) -> list[_TimedBucket]:
-    """Return the gradient buckets with measured times, except those used only in the first step.
+    """Return the gradient buckets for which times were measured.
 
-    DDP rebuilds its buckets after the first step.
+    Buckets of the first step are left out, because DDP rebuilds its buckets after this step.
     """
     buckets = () if comm is None else comm.buckets
     most_times = max((bucket.num_times for bucket in buckets), default=0)
@@ -158,7 +158,10 @@ def _timed_buckets(comm: CommSummary | None) -> list[_TimedBucket]:
 
 
 def _draw_buckets(buckets: Sequence[_TimedBucket], axes: Axes) -> None:
-    """Draw bars for the gradient buckets with the longest exposed times, in the order of their reductions."""
+    """Draw a bar chart of the gradient buckets with the longest exposed times.
+
+    The bars are in the order in which the buckets are reduced.
+    """
     longest = sorted(buckets, key=lambda timed: -timed.exposed_s)
     shown = [timed for timed in buckets if timed in longest[:MOST_BARS]]
     wait = html_page.format_value(longest[0].exposed_s, "s")
@@ -192,7 +195,7 @@ def html_of(
     Args:
         summary: Content of `summary.json`.
         panels: Panels of the plots.
-        findings: Results as `{name: (is good, text)}`.
+        findings: Main results as `{name: (is good, text)}`.
     """
     good_rows = []
     other_rows = []
@@ -226,9 +229,9 @@ def html_of(
 def _metric_rows(
     last: Mapping[str, float], best: Mapping[str, float]
 ) -> list[tuple[str, str, str, str]]:
-    """Return table rows of each metric's name, last value, best value and meaning.
+    """Return a table row for each metric, with its name, last value, best value and meaning.
 
-    Metrics that the page's first table shows are left out.
+    Metrics in the first table of the page are left out.
     """
     rows = []
     for name, value in last.items():

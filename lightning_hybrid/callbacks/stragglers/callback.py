@@ -39,29 +39,29 @@ class StragglerMonitor(Callback):
         rank 5 on host b is slow: backward takes 1.9 times the median, which costs every step 21 %
 
     The warning also names the phase in which the rank is slow: input, forward, backward, optimizer or callbacks.
-    Every rank measures its own phases and how long it waits for other ranks after the last bucket of a backward. The
-    slow rank waits least, so clocks of different ranks are never compared. A rank is named once for each phase, until
-    it recovers, if it costs `min_share` of a step in `num_windows` consecutive windows of `every_n_steps` steps.
-    Times are medians over the steps of a window.
+    Every rank measures its own phases, and how long it waits for other ranks after the last bucket of a backward. The
+    slowest rank is the one that waits least, so clocks of different ranks are never compared. All times are medians
+    over a window of `every_n_steps` steps. The callback warns about a rank if it costs at least `min_share` of a step
+    in `num_windows` consecutive windows. There is one warning for each slow phase of the rank, until the rank recovers.
 
-    A link is named if no rank is slow, every rank waits, and the link sends slower than other links, or than before.
-    The rates come from the kernel's counters of TCP connections, on Linux.
+    The callback warns about a link if no rank is slow, every rank waits, and the link is slower than other links or
+    than it was before. Link rates are read from the kernel's counters of TCP connections, which only Linux provides.
 
-    At the end of a window each rank sends 40 bytes to rank zero. Other steps have no communication. On CUDA times come
-    from events, and neither the events nor the gather make the host wait for the device. *Every rank must have this
-    callback, with the same `every_n_steps`.*
+    At the end of a window, each rank sends 40 bytes to rank zero. Other steps need no communication. On CUDA, times
+    are measured by events. Neither the events nor the gather make the host wait for the device. *Every rank must have
+    this callback, with the same `every_n_steps`.*
 
-    It needs `strategy="hybrid_allreduce"`. With `LocalSteps` the ranks of each node are compared. Nothing is measured,
-    and a log line says so at the start, in pipelines, in elastic runs, and with layers that communicate in forward,
-    such as `SyncBatchNorm`.
+    The callback needs `strategy="hybrid_allreduce"`. With `LocalSteps`, the ranks within each node are compared.
+    Pipelines, elastic runs, and layers that communicate in forward, such as `SyncBatchNorm`, are not supported. In
+    these cases the callback measures nothing, and logs this at the start.
 
     Args:
         every_n_steps: Number of steps in a window.
-        min_share: Fraction of a step, above 0 and at most 1, that a slow rank or link must cost.
-        num_windows: Number of consecutive windows in which it must cost at least `min_share`.
+        min_share: Minimum cost of a slow rank or link, as a fraction of a step, above 0 and at most 1.
+        num_windows: Number of consecutive windows in which the cost must be at least `min_share`.
 
     Attributes:
-        messages: Warnings so far, each with its step. Empty except on the first of the compared ranks.
+        messages: Warnings so far, each with its step. Only the first of the compared ranks has any.
 
     Raises:
         ValueError: A number is not positive, or `min_share` is above 1.
@@ -91,18 +91,18 @@ class StragglerMonitor(Callback):
         self.min_share = min_share
         self.num_windows = num_windows
         self.messages: list[tuple[int, str]] = []
-        self.num_judged = 0  # windows
+        self.num_judged = 0  # number of windows that were evaluated
         self._measurement: StepMeasurement | None = None
         self._comparison: _Comparison | None = None
-        self._hosts: Hosts | None = None  # of the world
+        self._hosts: Hosts | None = None  # hosts of all ranks
         self._last_step = 0
-        self._num_steps = 0  # of this fit
+        self._num_steps = 0  # in this `fit` call
         self._unlogged: dict[str, float] = {}
 
     # ---- begin and end -----------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the measurement, or log the reason if the run cannot be measured.
+        """Start the measurement, or log why the run cannot be measured.
 
         Collective: every rank must call it, in the same order.
         """
@@ -197,7 +197,7 @@ class StragglerMonitor(Callback):
         Called on the first of the compared ranks.
         """
         if len(windows) < 2:
-            return  # with `LocalSteps`, a node of one rank
+            return  # a node with a single rank, with `LocalSteps`
         if min(window.step_s for window in windows) <= 0:
             return  # a device has not completed any step of this window yet
         comparison = self._comparison
@@ -205,7 +205,8 @@ class StragglerMonitor(Callback):
         self.num_judged += 1
         for text in comparison.judge(windows):
             self.messages.append((step, text))
-            # Not `rank_zero_warn`: with `LocalSteps` the first rank of each node compares.
+            # `rank_zero_warn` would be silent on other nodes, whose first ranks warn with
+            # `LocalSteps`.
             warnings.warn(text, stacklevel=2)
         for text in comparison.take_recovered():
             rank_zero_info(text)
@@ -232,9 +233,9 @@ class _Comparison:
     """Detector of slow ranks and links within one process group.
 
     Args:
-        monitor: Callback that holds the thresholds.
-        group: Ranks that are compared. None: all ranks.
-        hosts: Hosts of all ranks of the world.
+        monitor: Callback with the thresholds.
+        group: Process group of the compared ranks. None means all ranks.
+        hosts: Hosts of all ranks.
         device: Device of this rank.
     """
 
@@ -258,7 +259,7 @@ class _Comparison:
         )
 
     def judge(self, windows: Sequence[RankWindow]) -> list[str]:
-        """Return a sentence for each rank or link that this window newly identifies as slow."""
+        """Evaluate a window, and return a warning for each newly detected slow rank or link."""
         texts = []
         for slow_rank in self.slow_ranks.add(windows):
             texts.append(describe_slow_rank(slow_rank, self.hosts))
@@ -268,7 +269,7 @@ class _Comparison:
         return texts
 
     def take_recovered(self) -> list[str]:
-        """Return a sentence for each rank or link that has recovered since the last call."""
+        """Return a message for each rank or link that has recovered since the last call."""
         texts = []
         for slow_rank in self.slow_ranks.take_recovered():
             texts.append(f"{name_rank(slow_rank, self.hosts)} is as fast as the others again")

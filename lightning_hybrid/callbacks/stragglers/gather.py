@@ -1,4 +1,4 @@
-"""Gather of each rank's step times to the first rank, with one small collective per window."""
+"""Collection of all ranks' step times on the first rank, with one small collective per window."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Hosts:
 
     Attributes:
         ranks: Global ranks.
-        nodes: Index of each rank's host.
-        node_names: Host names by index, with the ranks if several hosts have the same name.
-        node_of_address: Index of the host of each IP address, without this rank's own host.
+        nodes: Host index of each rank.
+        node_names: Host names by index. If several hosts have the same name, ranks are appended.
+        node_of_address: Host index of each IP address, except the addresses of this rank's host.
     """
 
     ranks: tuple[int, ...]
@@ -68,7 +68,7 @@ class Hosts:
         )
 
     def of_ranks(self, ranks: Sequence[int]) -> Hosts:
-        """Return a copy for a subset of the global ranks."""
+        """Return the hosts and addresses of a subset of the ranks."""
         nodes = tuple(self.nodes[rank] for rank in ranks)
         return replace(self, ranks=tuple(ranks), nodes=nodes)
 
@@ -77,10 +77,12 @@ class WindowGather(Protocol):
     """Interface for gathering the step times of all ranks on the first rank of a group."""
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
-        """Send this rank's step times to the first rank, and return all results that have arrived there.
+        """Send this rank's step times to the first rank, and return the windows received so far.
 
-        Each item holds the step times of all ranks in one window of steps, the oldest window first. On other ranks the
-        list is empty. Collective: every rank of the group must call it, in the same order.
+        Each item holds the step times of all ranks in one window of steps, with the oldest window first. On ranks other
+        than the first, the list is empty.
+
+        Collective: every rank of the group must call it, in the same order.
         """
 
 
@@ -88,7 +90,7 @@ class HostGather:
     """Blocking gather of CPU tensors to the first rank of a group.
 
     Args:
-        group: Ranks that are compared. None: all ranks.
+        group: Process group of the compared ranks. None means all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -97,7 +99,7 @@ class HostGather:
         self._first_rank = first_rank_of(group)
 
     def gather(self, window: RankWindow) -> list[list[RankWindow]]:
-        """Send this rank's step times to the first rank, and return those of all ranks there."""
+        """Gather the step times of all ranks on the first rank. On other ranks, the list is empty."""
         sent = torch.tensor(window.to_figures(), dtype=torch.float32)
         received = None
         if self._is_first:

@@ -23,7 +23,7 @@ from lightning_hybrid.run_status import RunStatus
 
 
 def reason_not_to_measure(trainer: pl.Trainer, module: nn.Module, status: RunStatus) -> str:
-    """Return the reason why ranks cannot be compared in this run, or an empty string if they can."""
+    """Explain why ranks cannot be compared in this run, or return an empty string if they can."""
     if status.comm_trace is None:
         return (
             "it needs the bucket timings of strategy='hybrid_allreduce', but the run uses another "
@@ -48,7 +48,7 @@ class StepMeasurement:
         module: The user's module.
         trace: Trace to which the strategy reports the phases.
         device: Device of this rank.
-        links: Rates of this rank's links.
+        links: Bandwidth meter of this rank's links.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepMeasurement:
         self._links = links
         self._phases = StepPhases(_clock_of(device))
         self._steps: list[StepTimes] = []
-        self._num_steps = 0  # of the window, including steps that the device has not finished
+        self._num_steps = 0  # in this window, including steps that the device has not finished
         self._forward_hook: RemovableHandle | None = None
         self._phase_before_fetch = Phase.CALLBACKS
         # Functions that replace methods of Lightning's loop, by name.
@@ -79,7 +79,7 @@ class StepMeasurement:
         self._forward_hook = self._module.register_forward_pre_hook(self._on_forward)
         self._replace("_on_before_fetch", self._before_fetch)
         self._replace("_on_after_fetch", self._after_fetch)
-        # `StopOnSignal` replaces this method too, and marks its own waiting.
+        # `StopOnSignal` may have replaced this method. It records its own waiting time.
         if "_broadcast_sigterm_tensor" not in vars(self._loop):
             self._replace("_broadcast_sigterm_tensor", self._before_batch)
 
@@ -96,7 +96,7 @@ class StepMeasurement:
         self._replaced.clear()
 
     def _replace(self, name: str, around: Callable[[Callable[[], None]], None]) -> None:
-        """Replace a method of the training loop with `around`, which receives the original method."""
+        """Replace a method of the training loop with a wrapper that receives the original method."""
         original = getattr(self._loop, name)
 
         def replaced() -> None:
@@ -118,19 +118,21 @@ class StepMeasurement:
 
     def _after_fetch(self, stop_profiler: Callable[[], None]) -> None:
         stop_profiler()
-        # Only a `training_step` with the argument `dataloader_iter` fetches a batch during forward.
+        # A batch is fetched during forward only if `training_step` has the argument
+        # `dataloader_iter`.
         if self._phase_before_fetch is Phase.FORWARD:
             self._trace.enter(Phase.FORWARD)
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
-        # DDP has waited for the buffers of rank zero. Later calls come from `self(...)` in a step.
+        # DDP has just waited for rank zero's buffers. In later calls of this hook, which come from
+        # `self(...)` in a step, the phase is not WAIT.
         if self._phases.current is Phase.WAIT:
             self._trace.enter(Phase.FORWARD)
 
     # ---- steps and windows -------------------------------------------------------------------
 
     def end_batch(self, *, is_step: bool) -> None:
-        """Mark the end of a batch, and with `is_step` also the end of the optimizer step."""
+        """Mark the end of a batch and, if `is_step` is True, the end of the optimizer step."""
         self._trace.enter(Phase.CALLBACKS)
         if is_step:
             self._num_steps += 1
@@ -138,13 +140,13 @@ class StepMeasurement:
             self._steps += self._phases.take_steps()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context manager whose duration counts as waiting for other ranks."""
+        """Return a context manager that counts the time inside it as waiting for other ranks."""
         return self._trace.waiting()
 
     def take_window(self) -> RankWindow:
         """Return the median times of the steps since the last call.
 
-        Steps that the device has not finished yet are part of a later window.
+        Steps that the device has not finished yet are included in a later window.
         """
         link = self._links.take_slowest(self._num_steps)
         steps = self._steps

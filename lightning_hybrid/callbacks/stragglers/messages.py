@@ -13,7 +13,7 @@ from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.stats.phases import Phase
 
 MAX_RATIO = 10.0
-"""Ratio to the median above which both times are shown instead, as a median of almost zero says nothing."""
+"""Maximum ratio to the median that is shown. Above it, both times are shown, because the median is almost zero."""
 
 _VERBS = {
     Phase.INPUT: "waiting for data takes",
@@ -25,13 +25,13 @@ _VERBS = {
 
 
 def name_rank(slow_rank: SlowRank, hosts: Hosts) -> str:
-    """Return the global rank and the host of a slow rank as text."""
+    """Name a slow rank by its global rank and its host."""
     node = hosts.nodes[slow_rank.rank]
     return f"rank {hosts.ranks[slow_rank.rank]} on host {hosts.node_names[node]}"
 
 
 def describe_slow_rank(slow_rank: SlowRank, hosts: Hosts) -> str:
-    """Describe a slow rank in one sentence, with its slow phase and its cost per step."""
+    """Describe a slow rank in one sentence, with its slow phase and how much time it costs."""
     phase_s = slow_rank.phase_s
     typical_s = slow_rank.typical_s
     if 0 < phase_s <= MAX_RATIO * typical_s:
@@ -45,7 +45,7 @@ def describe_slow_rank(slow_rank: SlowRank, hosts: Hosts) -> str:
 
 
 def name_link(slow_link: SlowLink, hosts: Hosts) -> str:
-    """Return the name of a slow link as text, with the hosts at its ends if they are known."""
+    """Name a slow link by the hosts at its ends, as far as they are known."""
     names = hosts.node_names
     if slow_link.sender is None:
         return "a link between the nodes"
@@ -55,7 +55,7 @@ def name_link(slow_link: SlowLink, hosts: Hosts) -> str:
 
 
 def describe_slow_link(slow_link: SlowLink, hosts: Hosts) -> str:
-    """Describe a slow link in one sentence, with its bandwidth and the waiting time it causes."""
+    """Describe a slow link in one sentence, with its bandwidth and the waiting time that it causes."""
     text = f"{name_link(slow_link, hosts)} is slow: "
     if slow_link.bytes_per_s > 0:
         text += (

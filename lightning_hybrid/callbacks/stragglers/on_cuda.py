@@ -1,4 +1,4 @@
-"""Clock and gather for CUDA that never make the host wait for the device."""
+"""CUDA implementations of the clock and of the gather that never block the host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_hybrid.callbacks.stragglers.window import NUM_FIGURES, RankWindow
 class CudaClock:
     """Clock that records CUDA events on the current stream of a device.
 
-    A phase ends when the device reaches the event, not when the host records it. If the host is
-    late, for example because it waits for data, the device reaches the event late as well.
+    A phase ends when the device reaches the event, not when the host records the event. If the host
+    is late, for example because it waits for data, the device also reaches the event late.
 
     Args:
         device: Device of this rank.
@@ -49,7 +49,7 @@ class CudaClock:
 
 @dataclass
 class _Arrival:
-    """Step times of all ranks in page-locked memory, with the event recorded after their copy."""
+    """Step times of all ranks in page-locked memory, with an event that marks the end of the copy."""
 
     figures: Tensor
     event: torch.cuda.Event
@@ -58,10 +58,10 @@ class _Arrival:
 class CudaGather:
     """Gather of CUDA tensors to the first rank of a group, without waiting for the result.
 
-    The host reads the result in a later window, when it has arrived.
+    The host reads the result in a later window, once it has arrived.
 
     Args:
-        group: Ranks that are compared. None: all ranks.
+        group: Process group of the compared ranks. None means all ranks.
         device: Device of this rank.
     """
 
@@ -80,7 +80,7 @@ class CudaGather:
         self,
         window: RankWindow,
     ) -> list[list[RankWindow]]:
-        """Send this rank's step times to the first rank, and return results that have arrived there."""
+        """Send this rank's step times to the first rank, and return the windows received so far."""
         # A copy from page-locked memory does not make the host wait.
         figures = torch.empty(NUM_FIGURES, pin_memory=True)
         figures.copy_(torch.tensor(window.to_figures()))

@@ -1,13 +1,13 @@
-"""Detection of slow links between nodes, which must be slow in several consecutive windows of steps.
+"""Detection of links between nodes that are slow in several consecutive windows of steps.
 
-A slow link makes all ranks wait inside the collectives, although they were ready at the same time. So no rank is slow,
-and even the rank that waits least waits for a long time:
+A slow link makes all ranks wait inside the collectives, although they were ready at the same time. Therefore no rank is
+slow, and even the rank that waits least waits for a long time:
 
     floor = min over ranks of wait_r >= min_share * step,  and no rank is suspected
 
-The slow link is found by the rate at which each node's connections send while they have data to send. In a ring, a node
-behind a slow link sends less often, but at its usual rate. Without such rates (`tcp_info` reads them for TCP on Linux
-only) the floor is compared with that of earlier windows, and no link is named.
+The slow link is identified by the rate at which each node's connections send while they have data to send. In a ring, a
+node behind a slow link sends less often, but at its usual rate. These rates are available only for TCP on Linux, where
+`tcp_info` reads them. Without rates, the floor is compared with the floor of earlier windows, and no link is named.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.stats.phases import Phase
 
 SLOW_RATE = 0.75
-"""Share of the usual rate below which a link counts as slow."""
+"""Fraction of the usual rate below which a link is considered slow."""
 
 MIN_LINKS = 3
-"""Number of links from which on they are compared with one another, and not only with earlier windows."""
+"""Minimum number of links for a comparison between links. With fewer, each is compared only with earlier windows."""
 
 NUM_USUAL_WINDOWS = 20
-"""Number of the latest windows in which a link was not slow, whose median is its usual rate."""
+"""Number of latest windows without slowness from which a link's usual rate is computed, as their median."""
 
 Link = tuple[int, int]
 """Sending and receiving node."""
 
 Place = tuple[int | None, int | None]
-"""Sending and receiving node of a slow link. None: any, or unknown."""
+"""Sending and receiving node of a slow link. None means any node, or that the node is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class SlowLink:
     """Slow link between nodes that makes all ranks wait.
 
     Attributes:
-        sender: Node that sends over the slow link, or a node with several slow links. None: unknown.
-        receiver: Node that receives over the slow link. None: any other node.
-        bytes_per_s: Rate of the link in bytes per second. 0: unknown.
+        sender: Node that sends over the slow link, or a node with several slow links. None if it is unknown.
+        receiver: Node that receives over the slow link. None means any other node.
+        bytes_per_s: Rate of the link in bytes per second, or 0 if it is unknown.
         usual_bytes_per_s: Rate of other links, or of this link in earlier windows.
         wait_share: Fraction of a step for which every rank waits.
     """
@@ -62,7 +62,7 @@ class SlowLink:
 
     @property
     def nodes(self) -> set[int]:
-        """Set of the link's known end nodes, or {-1} if neither is known."""
+        """Set of the link's end nodes that are known, or {-1} if neither is known."""
         known = {node for node in self.place if node is not None}
         if known:
             return known
@@ -70,7 +70,7 @@ class SlowLink:
 
 
 def floor_s(windows: Sequence[RankWindow]) -> float:
-    """Return the shortest waiting time of any rank, in seconds per step."""
+    """Return the waiting time of the rank that waits least, in seconds per step."""
     return min(window.phases_s[Phase.WAIT] for window in windows)
 
 
@@ -94,7 +94,7 @@ def rates_of(windows: Sequence[RankWindow], nodes: Sequence[int]) -> dict[Link, 
 def typical_rate(rates: Sequence[float]) -> float:
     """Return the upper quartile of the link rates.
 
-    It is not the median, because both links of a slow node may be slow.
+    The median would be too low if both links of a slow node are slow.
 
     >>> typical_rate([4.0, 4.0, 9.0]), typical_rate([4.0, 4.0, 9.0, 9.1])
     (9.0, 9.0)
@@ -106,8 +106,8 @@ def typical_rate(rates: Sequence[float]) -> float:
 def location_of(links: Sequence[Link]) -> Place:
     """Return the link or the node that all slow links have in common.
 
-    The result is (sender, receiver) of the first link if there is one link or its two directions, (node, None) if all
-    links share one node, and otherwise (None, None).
+    If there is only one link, or only the two directions of one link, the result is the (sender, receiver) pair of the
+    first entry. If all links share one node, the result is (node, None). Otherwise it is (None, None).
 
     >>> location_of([(1, 2)]), location_of([(0, 1), (1, 2)]), location_of([(0, 1), (2, 3)])
     ((1, 2), (1, None), (None, None))
@@ -128,7 +128,7 @@ class SlowLinks:
     Args:
         nodes: Node of each rank.
         min_share: Fraction of a step for which all ranks must wait.
-        num_windows: Number of consecutive windows in which they must wait for so long.
+        num_windows: Number of consecutive windows in which all ranks must wait at least this long.
 
     Attributes:
         named: Link that is currently reported as slow, or None.
@@ -139,18 +139,18 @@ class SlowLinks:
         self._nodes = tuple(nodes)
         self._min_share = min_share
         self._streaks: Streaks[str, SlowLink] = Streaks(num_windows)
-        # Nodes of the links that were reported since all links were fast.
+        # Nodes of all links that were reported since the last time when no link was slow.
         self._reported: set[int] = set()
-        # Rates of each link in windows in which it was not slow.
+        # Rates of each link, from windows in which the link was not slow.
         self._usual_rates: dict[Link, deque[float]] = {}
         self._recent_floors_s: deque[float] = deque(maxlen=num_windows)
-        # Lowest value below which the floor stayed in all windows of a streak.
+        # For each streak of windows, take the largest floor. This is the smallest of these values.
         self._usual_floor_s: float | None = None
 
     def add(self, windows: Sequence[RankWindow], *, has_suspect: bool) -> SlowLink | None:
         """Evaluate a window of steps, and return the link to report as slow, or None.
 
-        A link is returned once, until it recovers.
+        A link is returned only once, unless it recovers and becomes slow again.
 
         Args:
             windows: Step times of all ranks.
@@ -169,7 +169,7 @@ class SlowLinks:
         if not complete:
             return None
         self.named = _combined(complete["link"])
-        # Both links of a node may be slow, but only one of the two in some windows.
+        # Both links of a node may be slow, although in some windows only one of them is detected.
         nodes = self.named.nodes
         is_reported = not self._reported.isdisjoint(nodes)
         self._reported.update(nodes)
@@ -178,7 +178,10 @@ class SlowLinks:
         return self.named
 
     def take_recovered(self) -> SlowLink | None:
-        """Return the reported link, only once, if it has not been slow for `num_windows` windows, otherwise None."""
+        """Return the reported link if it has recovered, or None otherwise.
+
+        A link has recovered if it was not slow in the last `num_windows` windows. It is returned only once.
+        """
         if not self._streaks.take_ended():
             return None
         self._reported.clear()
@@ -193,7 +196,7 @@ class SlowLinks:
         if not rates:
             return self._judge_floor(wait_s, step_s)
 
-        slow: dict[Link, float] = {}  # usual rates
+        slow: dict[Link, float] = {}  # usual rates of the slow links
         for link, rate in rates.items():
             usual = self._usual_rate_of(link, rates)
             if rate < SLOW_RATE * usual:
@@ -213,7 +216,7 @@ class SlowLinks:
         )
 
     def _usual_rate_of(self, link: Link, rates: Mapping[Link, float]) -> float:
-        """Return the usual rate of a link, from earlier windows or from other links if these are faster."""
+        """Return the rate of a link in earlier windows, or the typical rate of all links if it is higher."""
         usual = 0.0
         if link not in self._usual_rates:
             self._usual_rates[link] = deque(maxlen=NUM_USUAL_WINDOWS)
@@ -224,7 +227,7 @@ class SlowLinks:
         return usual
 
     def _judge_floor(self, wait_s: float, step_s: float) -> SlowLink | None:
-        """Detect a slow link by a longer wait of all ranks, if the rates of the links are unknown."""
+        """Detect a slow link without link rates, by comparing the waiting time with earlier windows."""
         usual_s = self._usual_floor_s
         self._recent_floors_s.append(wait_s)
         if len(self._recent_floors_s) == self._recent_floors_s.maxlen:
@@ -244,7 +247,7 @@ class SlowLinks:
 
 
 def _combined(streak: Sequence[SlowLink]) -> SlowLink:
-    """Summarize a streak of slow windows by their most frequent link and median values."""
+    """Summarize the findings of a streak by the most frequent link and the median values."""
     sender, receiver = mode([slow_link.place for slow_link in streak])
     return SlowLink(
         sender=sender,

@@ -1,15 +1,15 @@
-"""Detection of slow ranks, which must be slow in several consecutive windows of steps.
+"""Detection of ranks that are slow in several consecutive windows of steps.
 
-Clocks of different ranks are never compared. Ranks wait for one another in each step, so the slow rank waits least:
+Clocks of different ranks are never compared. In each step, ranks wait for one another, so the slow rank waits least:
 
     held_r   = median of the other ranks' waits - wait_r                   seconds that rank r costs a step
-    excess_p = seconds of phase p on rank r - median of the other ranks    a phase that explains them
+    excess_p = seconds of phase p on rank r - median of the other ranks    a phase that explains the cost
 
     rank r is suspected if  held_r >= min_share * step  and  sum of max(excess_p, 0) >= held_r / 2
                        and  held_r >= errors of the medians of the waits
 
-Time in callbacks may be work or a wait in collectives of their own. It counts as waiting for a rank that is slow in
-another phase, and as work for a rank that is slow in its callbacks.
+Callbacks may do work, or wait in collectives that they call. For a rank that is slow in another phase, time in
+callbacks counts as waiting. For a rank that is slow in its callbacks, it counts as work.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.stats.phases import Phase
 
 MIN_EXPLAINED = 0.5
-"""Share of the seconds for which a rank holds the others up that its own phases must explain."""
+"""Minimum fraction of the delay of the other ranks that the slow rank's own phases must explain."""
 
 _COMPUTING = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """Slow rank that makes the other ranks wait, with its slow phase.
+    """Rank that makes the other ranks wait, with the phase in which it is slow.
 
     Attributes:
         rank: Index among the ranks that are compared.
@@ -57,15 +57,15 @@ def held_up_s(windows: Sequence[RankWindow], rank: int, waiting: Sequence[Phase]
     """
     waits_s = [sum(window.phases_s[phase] for phase in waiting) for window in windows]
     wait_s = waits_s.pop(rank)
-    # The larger of two middle values, because half of the ranks may be slow, such as all ranks of
-    # one host.
+    # With an even number of values, the larger of the two middle values is used, because half of
+    # the ranks may be slow, for example all ranks of one host.
     return max(0.0, median_high(waits_s) - wait_s)
 
 
 def suspect_of(
     windows: Sequence[RankWindow], rank: int, *, min_share: float = 0.0
 ) -> SlowRank | None:
-    """Return the slow phase and the cost of a rank in a window of steps, or None if it is not slow.
+    """Return a rank's slow phase and cost in a window of steps, or None if the rank is not slow.
 
     Args:
         windows: Step times of all ranks, at least two.
@@ -111,7 +111,7 @@ def _suspect_in(
 
 
 def _error_s(windows: Sequence[RankWindow], rank: int) -> float:
-    """Return the uncertainty in seconds of a rank's wait relative to the other ranks."""
+    """Return the statistical uncertainty of how much less a rank waits than others, in seconds."""
     errors_s = [window.wait_error_s for window in windows]
     error_s = errors_s.pop(rank)
     return error_s + median(errors_s)
@@ -120,7 +120,7 @@ def _error_s(windows: Sequence[RankWindow], rank: int) -> float:
 def typical_s(windows: Sequence[RankWindow], rank: int, phase: Phase) -> float:
     """Return the median time of a phase on the other ranks, in seconds.
 
-    With an even number of other ranks it is the smaller of the two middle values.
+    With an even number of other ranks, the smaller of the two middle values is returned.
     """
     others_s = []
     for other_rank, window in enumerate(windows):
@@ -146,13 +146,13 @@ class SlowRanks:
         self.has_suspect = False
         self._min_share = min_share
         self._streaks: Streaks[int, SlowRank] = Streaks(num_windows)
-        # Phases that were reported since a rank was fast.
+        # Phases of each rank that were reported since the rank was last fast.
         self._reported: dict[int, set[Phase]] = {}
 
     def add(self, windows: Sequence[RankWindow]) -> list[SlowRank]:
         """Evaluate a window of steps, and return the ranks to report as slow.
 
-        Each phase of a rank is returned once, until the rank recovers.
+        A slow phase of a rank is returned only once, unless the rank recovers and becomes slow again.
         """
         suspects: dict[int, SlowRank] = {}
         for rank in range(len(windows)):
@@ -172,7 +172,10 @@ class SlowRanks:
         return new
 
     def take_recovered(self) -> list[SlowRank]:
-        """Return the reported ranks that were not slow for `num_windows` windows, each of them once."""
+        """Return the reported ranks that have recovered.
+
+        A rank has recovered if it was not slow in the last `num_windows` windows. It is returned only once.
+        """
         recovered = []
         for rank in self._streaks.take_ended():
             self._reported.pop(rank, None)
@@ -183,7 +186,7 @@ class SlowRanks:
 
 
 def _combined(streak: Sequence[SlowRank]) -> SlowRank:
-    """Combine a streak of slow windows into the most frequent phase, with median times."""
+    """Summarize the findings of a streak by the most frequent phase and the median times."""
     phase = mode([suspect.phase for suspect in streak])
     of_phase = [suspect for suspect in streak if suspect.phase is phase]
     return SlowRank(

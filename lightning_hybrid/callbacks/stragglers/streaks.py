@@ -1,4 +1,4 @@
-"""Tracker of findings that repeat in several consecutive windows of steps."""
+"""Tracker that detects findings which persist over several consecutive windows of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Finding = TypeVar("Finding")
 
 
 class Streaks(Generic[Key, Finding]):
-    """Tracker that detects keys with findings in several consecutive windows of steps.
+    """Tracker that detects keys that have a finding in each of several consecutive windows.
 
     Args:
         length: Number of consecutive windows that make a streak.
@@ -45,7 +45,7 @@ class Streaks(Generic[Key, Finding]):
         return complete
 
     def take_ended(self) -> list[Key]:
-        """Remove and return the keys that had no finding in the last `length` windows."""
+        """Remove and return the keys that have had no finding in the last `length` windows."""
         ended = []
         for key, recent in self._recent.items():
             has_finding = any(finding is not None for finding in recent)

@@ -1,4 +1,4 @@
-"""Median step times of one rank over a window of steps, which are gathered on the first rank."""
+"""Summary of one rank's step times over a window of steps, which is sent to the first rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_hybrid.comm.health.link_rates import UNKNOWN_LINK, LinkRate
 from lightning_hybrid.comm.stats.phases import Phase, StepTimes
 
 NUM_FIGURES = 4 + len(Phase)
-"""Numbers of fp32 that each rank sends for a window: 40 bytes."""
+"""Number of fp32 values that each rank sends for a window, which take 40 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class RankWindow:
     Attributes:
         step_s: Seconds per step.
         phases_s: Seconds per step of each phase.
-        wait_error_s: Uncertainty of the median waiting time in seconds, see `error_of_median`.
+        wait_error_s: Uncertainty of the median waiting time in seconds (`error_of_median`).
         link: Rate of this rank's slowest link to another node.
     """
 
@@ -35,7 +35,7 @@ class RankWindow:
         steps: Sequence[StepTimes],
         link: LinkRate = UNKNOWN_LINK,
     ) -> RankWindow:
-        """Create a window from the times of its steps, with zeros if there are no steps."""
+        """Create a window from the times of its steps, with all times zero if there are no steps."""
         phases_s = dict.fromkeys(Phase, 0.0)
         if not steps:
             return cls(step_s=0.0, phases_s=phases_s, link=link)
@@ -78,7 +78,7 @@ def error_of_median(values: Sequence[float]) -> float:
 
         error = 1.57 * interquartile range / sqrt(number of values)
 
-    Two medians that differ by more than the sum of their errors differ at a level of 95 %.
+    If two medians differ by more than the sum of their errors, they differ significantly at the 95 % level.
 
     Source: McGill, Tukey, Larsen 1978 (The American Statistician 32).
 

@@ -1,1 +1,1 @@
-"""Adasum of gradients between nodes, and its DDP communication hook."""
+"""Adasum of gradients between nodes, with its DDP communication hook."""

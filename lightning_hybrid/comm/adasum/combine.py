@@ -5,15 +5,16 @@
 a and b are two nodes' gradients of one parameter. More nodes are combined in a binary tree, ((0 + 1) + (2 + 3)) + ...
 The tree is computed by recursive vector halving. On four nodes:
 
-    0 <-> 1, 2 <-> 3    each node sends the half that the other one keeps; inner products are summed over both; combine
+    0 <-> 1, 2 <-> 3    each node sends the half that its partner keeps; inner products are summed over both; combine
     0 <-> 2, 1 <-> 3    the same with quarters, inner products summed over all four
     0 <-> 2, 1 <-> 3    quarters are gathered to halves
     0 <-> 1, 2 <-> 3    halves are gathered to the whole
 
-Each element is computed on one node and copied to the others, so the result is bitwise equal on all nodes. Messages
-have the tensor's own dtype. Between messages a node keeps at least fp32. Inner products are computed in float64, where
-squares of fp32 values cannot overflow. The result is homogeneous of degree 1, so a loss scale passes through. If a
-gradient holds inf or nan, an inner product is nan, and then the whole parameter is nan on every node.
+Each element is computed on one node and copied to the other nodes, so the result is bitwise equal on all nodes.
+Messages have the tensor's own dtype. Between messages, nodes compute in at least fp32. Inner products are computed in
+float64, where squares of fp32 values cannot overflow. The result is homogeneous of degree 1, so it keeps the loss scale
+of the gradients. If a gradient contains inf or nan, an inner product is nan, and the whole parameter becomes nan on
+every node.
 
 Source: Maleki et al. 2020 (arXiv:2006.02924).
 """
@@ -31,7 +32,7 @@ from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.topology import Topology
 
-# Inner products convert so many elements at a time to float64, because blocks that stay in the cache take less time.
+# Number of elements that are converted to float64 at a time. Blocks that fit in the cache take less time.
 BLOCK_NUMEL = 2**17
 
 
@@ -42,21 +43,21 @@ def adasum_(
     *,
     sum_: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> None:
-    """Replace `flat` by its Adasum over the process group, computed separately for each parameter.
+    """Replace `flat` with its Adasum over the process group, computed separately for each parameter.
 
     `flat` must be 1-D and contiguous.
 
     Collective: every rank of the group must call it, in the same order. Afterwards `flat` is bitwise equal on all
-    ranks. With N ranks, each sends 2 (N - 1) / N of the bytes of `flat` in 2 log2 N messages. It also takes part in
-    log2 N all-reduces of inner products. The first one has 12 N bytes per tensor, and each later one has half the size
-    of the one before.
+    ranks. With N ranks, each rank sends 2 (N - 1) / N of the bytes of `flat` in 2 log2 N messages. It also takes part
+    in log2 N all-reduces of inner products. The first of these has 12 N bytes per tensor, and the size is halved each
+    time.
 
     Args:
         flat: Gradients of this node, in fp16, bf16, fp32 or fp64.
         numels: Number of elements of each tensor in `flat`, in order. Elements after them, such as the checksum of a
             step, are summed.
         group: Process group with a power of two of ranks, numbered as the tree combines them.
-        sum_: Function that sums a flat float64 tensor over a group, in place.
+        sum_: Function that all-reduces a flat float64 tensor over a group, in place.
     """
     combination = _Combination(flat, numels, group, sum_)
     num_levels = dist.get_world_size(group).bit_length() - 1
@@ -68,9 +69,9 @@ def adasum_(
 
 
 class _Combination:
-    """Adasum computation of one bucket, as seen from one node.
+    """Adasum computation of one bucket on one node.
 
-    The node combines a range of the bucket's elements, which each level halves.
+    The node combines a range of the bucket's elements, which is halved at each level of the tree.
 
     Args:
         flat, numels, group, sum_: Arguments of `adasum_`.
@@ -89,10 +90,10 @@ class _Combination:
         self._sum_ = sum_
         self._rank = dist.get_rank(group)
         self._num_ranks = dist.get_world_size(group)
-        self._values = flat  # values of this node's range, in at least fp32 from the first level on
+        self._values = flat  # values of this node's range, in at least fp32 after the first level
         self._begin = 0
         self._end = flat.numel()
-        self._halves: list[tuple[slice, slice]] = []  # kept and sent, for each level
+        self._halves: list[tuple[slice, slice]] = []  # (kept, sent) half at each level
 
     def combine_level(self, level: int) -> None:
         """Exchange halves of the bucket with the partner node, and combine the half that this node keeps."""
@@ -304,7 +305,7 @@ def _swap(sent: Tensor, received: Tensor, partner: int, group: dist.ProcessGroup
 
 
 def check_adasum_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes: object) -> None:
-    """Raise if the plan of a bucket or the topology does not fit Adasum.
+    """Raise if Adasum does not support the plan of a bucket or the topology.
 
     Raises:
         ValueError: The plan does not sum over the leaders of nodes, splits the bucket into chunks, or uses another

@@ -3,8 +3,8 @@
     buffer  --/ before-->  wire  --sum in the node, Adasum of the nodes-->  wire  --/ after-->  buffer
 
 `before * after` is the number of ranks on a node, because Adasum is homogeneous of degree 1. `before` is chosen as in
-`comm/hook.py`, for the number of all ranks. Adasum of orthogonal gradients is their sum, so an fp16 sum could overflow
-as it could there.
+`comm/hook.py`, but for the total number of ranks. The Adasum of orthogonal gradients is their sum, so overflow in fp16
+must be prevented here as well.
 """
 
 # There is no `from __future__ import annotations` here, because DistributedDataParallel compares the hook's annotations
@@ -28,7 +28,7 @@ from lightning_hybrid.comm.hook import (
 
 
 def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Start combining a gradient bucket over all ranks with Adasum, and return a future of the result.
+    """Start to combine a gradient bucket over all ranks by Adasum, and return a future of the bucket.
 
         bucket = Adasum over nodes (mean over the ranks of a node (bucket)), for each parameter separately
 
@@ -47,7 +47,7 @@ def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """
     engine, buffer = engine_and_buffer(state, bucket)
     topology = engine.topology
-    # Not the sizes of `bucket.gradients()`, which returns only the first half of the reals of a complex gradient.
+    # `bucket.gradients()` cannot be used here, because it returns only half of the reals of a complex gradient.
     numels = tuple(num_reals(parameter) for parameter in bucket.parameters())
     is_fp16 = (state.comm_dtype or buffer.dtype) == torch.float16
     before, _ = split_divisor(topology.world_size, is_fp16=is_fp16)

@@ -1,4 +1,4 @@
-"""Message format of the int8 and int4 codecs, in which each block of 256 elements has one scale.
+"""Message format of the int8 and int4 codecs, with one scale for each block of 256 elements.
 
     message    | scales: uint16 per block | codes: 256 bytes per block (8 bits) or 128 (4 bits) |
     scale      the upper half of a float32 (bfloat16): max |y| / MOST, rounded up; nan if an element is inf or nan
@@ -6,20 +6,20 @@
     8 bits     y = x                       element i in byte i
     4 bits     y = H (signs * x) / 16      elements i and i + 128 in the lower and upper half of byte i
 
-H is the Walsh-Hadamard matrix of order 256. H H / 256 is the identity, so that |y| = |x|. The rotation spreads a few
-large elements over their block. So for any gradients, the maximum of a block is about 3 times its root mean square. The
-rotation computes only sums and differences, and 16 is a power of two.
+H is the Walsh-Hadamard matrix of order 256. H H / 256 is the identity, so |y| = |x|. The rotation spreads large
+elements over their block, so that for any gradients the maximum of a block is about 3 times its root mean square. The
+rotation needs only sums, differences and a division by 16, which is exact.
 
-u is a function of (seed, step, sum in the step, sender, block, element), namely Philox-4x32-10 of these words. So there
-is no generator state, and a resumed run draws the same noise as an uninterrupted one. A code is unbiased:
+u is the Philox-4x32-10 function of the words (seed, step, sum in the step, sender, block, element). There is no
+generator state, so a resumed run draws the same noise as an uninterrupted run. A code is unbiased:
 E[scale * code] = y except for 2^-23 of a scale, because the quotient is truncated to 23 fractional bits.
 |scale * code - y| is below one scale, or below half a scale when rounding to the nearest. Blocks whose maximum is below
 2^-96 count as zeros. With 4 bits, finite elements of 2e36 or more may decode to inf, because the rotation adds 256 of
 them before it divides. Elements up to 1e35 are safe.
 
-A decoded element, scale * code, is exact in float32, because it is the product of two numbers of 8 bits. Every other
-rounded result comes from a single operation. So C++, torch and Triton give bitwise equal results, with and without
-fused multiply-adds.
+A decoded element, scale * code, is exact in float32, because it is the product of two 8-bit numbers. Every other result
+that is rounded comes from a single operation. Therefore C++, torch and Triton give bitwise equal results, with and
+without fused multiply-adds.
 
 A block has 256 elements, because an element then costs 258 / 256 bytes with 8 bits and 130 / 256 bytes with 4 bits.
 Blocks of 128 elements would double the cost of the scales and multiply squared errors by 0.86. Blocks of 1,024 elements
@@ -40,10 +40,10 @@ import struct
 BLOCK = 256
 SCALE_BYTES = 2
 
-# Seed, step, sender, and index of the sum in the step. The noise depends on these, and on block and element.
+# Seed, step, sender, and index of the sum in the step. The noise depends on these, on the block and on the element.
 NoiseKey = tuple[int, int, int, int]
 
-# Sender of the second encoding, which rounds a sum. No rank has this number.
+# Sender number for the second encoding, which rounds a sum. No rank has this number.
 OF_A_SUM = 2**32 - 1
 
 # Number of fractional bits of a code in fixed point. The largest code, 127, plus one step fits into 31 bits.
@@ -56,7 +56,7 @@ LEAST_MAXIMUM_BITS = 31 << 23
 
 
 def num_blocks_of(numel: int) -> int:
-    """Return the number of blocks that `numel` elements occupy.
+    """Return the number of blocks needed for `numel` elements.
 
     >>> num_blocks_of(0), num_blocks_of(256), num_blocks_of(257)
     (0, 1, 2)
@@ -65,7 +65,9 @@ def num_blocks_of(numel: int) -> int:
 
 
 def most_code(bits: int) -> int:
-    """Return the largest integer code of a format (MOST in the module docstring).
+    """Return the largest integer code for a number of bits.
+
+    This is MOST in the docstring of the module.
 
     >>> most_code(8), most_code(4)
     (127, 7)
@@ -74,7 +76,9 @@ def most_code(bits: int) -> int:
 
 
 def reciprocal_of(most: int) -> float:
-    """Return 1 / `most` in float32, by which a block's maximum is multiplied to obtain its scale.
+    """Return 1 / `most`, rounded to float32.
+
+    The scale of a block is its maximum multiplied by this number.
 
     >>> reciprocal_of(7) == 1 / 7, abs(reciprocal_of(7) * 7 - 1) < 2**-24
     (False, True)

@@ -1,4 +1,4 @@
-"""Options of the int8 and int4 codecs, and the coder that encodes messages and sums them on a device."""
+"""Options of the int8 and int4 codecs, and the coder that encodes messages and sums them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def _ignore(*_: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """Options of the int8 or int4 codec for reductions between nodes (format in `block_format`).
+    """Options of the int8 or int4 codec for reductions between nodes.
+
+    `block_format` describes the message format.
 
     Args:
         bits: Number of bits per element. With 4 bits, each block is rotated before it is rounded.
         seed: Seed of the rounding noise and of the rotation's signs. It must be equal on all ranks.
         error_feedback: Whether the sum of a node is rounded to the nearest code, and the rounding error is added to the
-            next sum. False: stochastic rounding.
+            next sum. If False, rounding is stochastic.
 
     >>> str(Codec(bits=4, seed=1)), Codec(bits=4).message_bytes(2**20) / 2**20
     ('int4 (seed 1)', 0.5078125)
@@ -57,7 +59,7 @@ class Codec:
 
 
 class Passes(Protocol):
-    """Interface of the codec's C++, Triton and torch implementations.
+    """Interface that the C++, Triton and torch implementations of the codec share.
 
     All implementations are bitwise equal to `TorchPasses`.
     """
@@ -77,7 +79,7 @@ class Passes(Protocol):
 
 
 class Coder:
-    """Encoder and decoder on one device, with the training step that seeds its rounding noise.
+    """Encoder and decoder of messages on one device.
 
     Several threads may call its methods at the same time.
 
@@ -88,8 +90,9 @@ class Coder:
             errors and the sum of squared values, both over every 16th block.
 
     Attributes:
-        step: Training step. The caller sets it, so that a resumed run draws the same noise as an uninterrupted one.
-        turn: Number of reductions of all gradients that this step has had so far.
+        step: Training step, which seeds the rounding noise. The caller sets it, so that a resumed run draws the same
+            noise as an uninterrupted run.
+        turn: Number of times that all gradients have been reduced in this step so far.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Coder:
         self.turn = 0
         self._count_rounding = count_rounding
         self._passes = _passes_for(device, codec)
-        self._measures = device.type == "cpu"  # On CUDA the host would have to wait for the result.
+        self._measures = device.type == "cpu"  # on CUDA, the host would have to wait for the result
 
     def begin_step(self, step: int) -> None:
         """Set the training step, and reset the count of reductions if the step has changed."""
@@ -117,7 +120,8 @@ class Coder:
         Args:
             flat: Elements to encode, 1-D, float32.
             ids: Number of each block, int32.
-            key: Seed, step, sender and turn, on which the noise depends. None: round to the nearest code.
+            key: Seed, step, sender and turn, which determine the noise. If None, elements are rounded to the nearest
+                code.
             message: Encoded blocks, uint8. A matrix holds one message in each row.
         """
         is_matrix = message.dim() == 2
@@ -159,7 +163,7 @@ class Coder:
             self._passes.add(row[None], elements)
 
     def _split_rows(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield, for each row, its first block index, its elements in `flat` and its message.
+        """Yield the first block index, the elements in `flat` and the message of each row.
 
         The last row may hold fewer elements.
         """
@@ -175,7 +179,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
     signs = codec.signs(device)
     if device.type == "cuda":
         try:
-            # Imported here, because it needs triton.
+            # Imported here, because the module needs triton.
             from lightning_hybrid.comm.codec.triton_passes import TritonPasses
 
             passes = TritonPasses(bits, signs)
@@ -194,7 +198,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             )
             _warn_of_slow_passes(bits, problem, remedy)
     if device.type == "cpu":
-        # Imported here, because it may build a library.
+        # Imported here, because the module may build a library.
         from lightning_hybrid.comm.codec.cpp_passes import CppPasses
 
         try:

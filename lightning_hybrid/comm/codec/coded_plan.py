@@ -1,4 +1,4 @@
-"""Communication plans for compressed reductions between nodes and for sharded updates."""
+"""Adjustment of communication plans for compressed reductions and for sharded updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
     """Return a plan in which gradients are summed within each node before a codec compresses them.
 
     Raises:
-        ValueError: The plan sets an algorithm that would round the gradient of each rank.
+        ValueError: The plan uses an algorithm that would round the gradient of each rank.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
@@ -21,7 +21,7 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
     if topology.num_nodes == 1 or topology.ranks_per_node == 1:
         return plan
     if plan.algorithm == "auto" and on_cuda:
-        # On CUDA, `auto` leaves the hierarchy to NCCL, which has no codec.
+        # On CUDA, `auto` would leave the hierarchy to NCCL, which has no codec.
         has_equal_nodes = topology.ranks_per_node is not None
         if has_equal_nodes:
             return replace(plan, algorithm="two_level")
@@ -44,7 +44,7 @@ def plan_for_owners(plan: CommPlan, *, is_flat: bool) -> CommPlan:
     """Return a plan that can skip the all-gather of gradients when the optimizer update is sharded.
 
     If `auto` means `flat`, all ranks average all gradients, and the all-gather of weights would be an additional cost.
-    So such a plan becomes `two_level`.
+    Therefore `auto` is replaced with `two_level` in this case.
 
     Args:
         plan: Communication plan.

@@ -1,6 +1,6 @@
 """C++ implementation of the int8 and int4 codecs for CPU tensors.
 
-It reads a tensor once, and releases Python's interpreter lock.
+It reads each tensor once, and releases Python's interpreter lock.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class CppPasses:
 
     Args:
         bits: Number of bits per element.
-        signs: Signs of the rotation. None: blocks are not rotated.
+        signs: Signs of the rotation, or None if blocks are not rotated.
 
     Raises:
-        CannotBuildError: There is no compiler, or it fails.
+        CannotBuildError: There is no compiler, or compilation fails.
     """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
         self._library = _library()
         self._bits = bits
-        self._signs = signs  # Kept alive here, because calls only take its address.
+        self._signs = signs  # kept alive here, because calls take only its address
 
     def encode(
         self,

@@ -16,14 +16,14 @@ _MASK = 2**32 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Block numbers and rounding options of a tensor that is encoded for a reduction between nodes.
+    """Block numbers and rounding options with which a tensor is encoded for a reduction.
 
     Args:
         coder: Codec on the tensor's device.
         ids: Number of each block, int32.
         step: Training step.
-        turn: Index of the reduction of all gradients in the step.
-        feedback: Residuals to add before a node's sum is rounded. None: no error feedback.
+        turn: Number of times that all gradients were reduced in this step before.
+        feedback: Residuals to add before a node's sum is rounded, or None without error feedback.
     """
 
     coder: Coder
@@ -40,20 +40,20 @@ class Blocks:
         ids: Tensor | None = None,
         feedback: BucketFeedback | None = None,
     ) -> Blocks:
-        """Create the block description of a tensor that is reduced in the coder's current step.
+        """Create the block numbers and options of a tensor for the coder's current step.
 
         Args:
             coder: Codec on the tensor's device.
             flat: Tensor to sum, 1-D.
-            ids: Number of each block, int32, on the tensor's device. None: blocks are numbered from zero.
-            feedback: Residuals to add before a node's sum is rounded. None: no error feedback.
+            ids: Number of each block, int32, on the tensor's device. If None, blocks are numbered from zero.
+            feedback: Residuals to add before a node's sum is rounded, or None without error feedback.
         """
         if ids is None:
             ids = torch.arange(num_blocks_of(flat.numel()), dtype=torch.int32, device=flat.device)
         return cls(coder=coder, ids=ids, step=coder.step, turn=coder.turn, feedback=feedback)
 
     def since(self, begin: int) -> Blocks:
-        """Return the blocks from element `begin`, a multiple of 256, to the end."""
+        """Return the blocks from element `begin` on, which must be a multiple of 256."""
         if begin == 0:
             return self
         return replace(self, ids=self.ids[begin // BLOCK :])
@@ -71,7 +71,7 @@ class Blocks:
             self.feedback.encode(flat, self.ids, message, self.coder)
             return
 
-        # Shards of equal size may extend beyond the tensor. They hold zeros there, which are encoded exactly.
+        # Shards of equal size may extend beyond the tensor. There they hold zeros, which are encoded exactly.
         ids = self.ids
         num_missing = num_blocks_of(flat.numel()) - len(ids)
         if num_missing > 0:

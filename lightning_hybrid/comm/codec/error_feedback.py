@@ -4,13 +4,13 @@
     send Q(e)           with each element rounded to the nearest code
     r <- e - Q(e)       if the optimizer takes the step; a skipped step leaves r unchanged
 
-So errors do not accumulate: the sum of all sent values equals the sum of all gradients, up to one residual. A node has
-one residual, and the rank that encodes a block holds the residual of that block. Algorithm, chunks and buckets
-determine this rank. When they change, residuals move to another rank. With more than two nodes the sum is rounded a
-second time, and that rounding stays stochastic: it is unbiased and needs no state.
+Errors therefore do not accumulate: the sum of all sent values equals the sum of all gradients, up to one residual. Each
+node has one residual. The rank that encodes a block holds the residual of that block. The algorithm, the chunks and the
+buckets determine this rank. When they change, residuals move to other ranks. With more than two nodes, the sum is
+rounded a second time. The second rounding is stochastic, so it is unbiased and needs no state.
 
-Between runs, residuals are kept in units of the sum of all ranks' gradients, without loss scale and divisor. Loss scale
-and divisor are powers of two, so the conversion is exact.
+Checkpoints store residuals in units of the sum of all ranks' gradients, without loss scale and divisor. The conversion
+is exact, because loss scale and divisor are powers of two.
 
 Sources: Seide et al. 2014 (Interspeech); Karimireddy et al. 2019 (arXiv:1901.09847).
 """
@@ -32,13 +32,13 @@ from lightning_hybrid.comm.codec.residual import FeedbackStep, Residual, Residua
 class BucketFeedback:
     """Error-feedback residuals of one bucket, with one residual for each range that this rank encodes.
 
-    The residuals are used as long as the layout of the bucket and `cut` do not change.
+    The object is used as long as neither the layout of the bucket nor `cut` changes.
 
     Args:
         padded: Bucket with padded gradients.
         cut: Values that determine which rank encodes which range. They are equal on all ranks of the node.
-        begin: Initial residual of the node in all blocks of the bucket, float32. None: zeros.
-        options: Options of each residual.
+        begin: Initial residual of the node in all blocks of the bucket, float32. None means zeros.
+        options: Options of all residuals.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BucketFeedback:
         self.begin = begin
         self.residuals: dict[int, Residual] = {}  # by the index of the first block in the bucket
         self.step = FeedbackStep()
-        self.num_sum = 0  # index of the last sum of all gradients that used this object
+        self.num_sum = 0  # index of the last reduction of all gradients that used this object
         self._options = options
 
     def encode(self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder) -> None:
@@ -89,19 +89,20 @@ class BucketFeedback:
 
 
 class ErrorFeedback:
-    """Error-feedback residuals of all blocks that this rank encodes, over all steps of a training run.
+    """Error-feedback residuals of all blocks that this rank encodes during a training run.
 
-    Collective if `add_up_` is given: every rank of the node must call `bucket` and `load`, in the same order.
+    If `add_up_` is given, `bucket` and `load` are collective: every rank of the node must call them, in the same order.
 
     Args:
         num_blocks: Number of blocks of all parameters, as counted by `BlockNumbers`.
         device: Device of the gradients.
-        add_up_: Function that sums a float32 tensor over the ranks of the node, in place. None: each node has one rank.
+        add_up_: Function that sums a float32 tensor over the ranks of the node, in place. None if each node has only
+            one rank.
         is_leader: Whether this rank is the first rank of its node.
 
     Attributes:
-        may_skip: Whether the optimizer may skip steps, so that residuals take twice the memory. It must be set before
-            the first reduction.
+        may_skip: Whether the optimizer may skip steps, in which case residuals take twice the memory. It must be set
+            before the first reduction.
     """
 
     def __init__(
@@ -120,18 +121,23 @@ class ErrorFeedback:
         self._step = FeedbackStep()
         self._buckets: dict[int, BucketFeedback] = {}
         self._retired: list[Residual] = []  # residuals of buckets whose layout or cut has changed
-        self._loaded: Tensor | None = None  # residual of the node from `load`, until the next sum
+        self._loaded: Tensor | None = (
+            None  # residual of the node from `load`, until the next reduction
+        )
         self._num_sums = 0
 
     def begin_step(self, loss_scale: Tensor | None) -> None:
-        """Set the loss scale of the gradients in the next reduction, or None if they are not scaled.
+        """Set the loss scale of the next step's gradients, or None if they are not scaled.
 
         The loss scale is a 0-dim tensor.
         """
         self._step = FeedbackStep(loss_scale=loss_scale)
 
     def end_step(self, is_skipped: Tensor) -> None:
-        """Record whether the optimizer has skipped the last step, given as a 0-dim bool tensor."""
+        """Record whether the optimizer skipped the last step.
+
+        `is_skipped` is a 0-dim bool tensor.
+        """
         self._step.is_skipped = is_skipped
 
     def bucket(
@@ -148,7 +154,7 @@ class ErrorFeedback:
         """
         feedback = self._buckets.get(index)
         if feedback is not None and feedback.padded is padded and feedback.cut == cut:
-            feedback.begin = None  # Every range has its own residual by now.
+            feedback.begin = None  # every range has its own residual now
         else:
             begin = self._residual_of_node(padded.numbers, padded.ids.device, divisor)
             if feedback is not None:
@@ -170,7 +176,7 @@ class ErrorFeedback:
     def _residual_of_node(
         self, numbers: Tensor, device: torch.device, divisor: int
     ) -> Tensor | None:
-        """Return the node's residual for the given blocks at this step's loss scale, or None if there is none.
+        """Return the node's residual of some blocks at this step's loss scale, or None if there is none.
 
         Collective within a node of several ranks, unless the residual comes from `load` or there is none.
         """
@@ -192,12 +198,12 @@ class ErrorFeedback:
             if len(rows) > 0:
                 begin[target_rows[rows]] = residual.take(rows, self._step)
         if self._sum_over_node_ is not None:
-            # One rank has the residual of each block, and all other ranks have zeros.
+            # For each block, one rank has the residual and all other ranks have zeros.
             self._sum_over_node_(begin.view(-1))
         return begin.view(-1)
 
     def _residuals_of_earlier_sums(self) -> Iterator[Residual]:
-        # Residuals of the current sum are left out, because threads are using them, and they hold other blocks.
+        # Residuals of the current reduction are left out, because they hold other blocks and are in use by threads.
         yield from self._retired
         for bucket in self._buckets.values():
             if bucket.num_sum < self._num_sums:
@@ -208,7 +214,7 @@ class ErrorFeedback:
     def share(self, begin: int, end: int, device: torch.device) -> Tensor:
         """Return this rank's residuals of a range of blocks, with zeros for blocks of other ranks.
 
-        The sum over the ranks of the node is the residual of the node. The method may only be called between two steps.
+        The sum over the ranks of a node is the residual of the node. Call this method only between two steps.
 
         Args:
             begin: Number of the first block.
@@ -233,10 +239,10 @@ class ErrorFeedback:
         return values.view(-1)
 
     def load(self, values: Tensor | None) -> None:
-        """Replace all residuals by the residual of a node, for example from a checkpoint.
+        """Load a node's residual, for example from a checkpoint, in place of all current residuals.
 
         Args:
-            values: Residual of all blocks with 256 elements each, float32, in the units of `share`. None: zeros.
+            values: Residual of all blocks with 256 elements each, float32, in the units of `share`. None means zeros.
         """
         self._buckets = {}
         self._retired = []
@@ -246,7 +252,10 @@ class ErrorFeedback:
             self._loaded = values.cpu()
 
     def release_device(self) -> None:
-        """Move this rank's residuals to the CPU when training ends, so that `share` can still be called."""
+        """Move this rank's residuals to the CPU at the end of training.
+
+        `share` can still be called afterwards.
+        """
         self._loaded = self.share(0, self._num_blocks, self._device).cpu()
         self._is_leader = True
         self._buckets = {}

@@ -1,4 +1,4 @@
-"""Padded buckets, in which every gradient begins a new block of the codec."""
+"""Padded buckets, in which every gradient starts a new block of the codec."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 class PaddedBucket:
     """Bucket buffer in which each gradient is padded with zeros to a multiple of 256 elements.
 
-    The buffer is reused in each step. DistributedDataParallel uses other buckets in its first step than later, also in
-    a resumed run, and plans split them differently. Scales and noise belong to a block. With padding, they depend only
-    on the gradient and on the position in it.
+    The buffer is reused in each step. Scales and noise belong to a block. With padding, they depend only on the
+    gradient and on the position in it. Without padding, they would depend on the buckets. But DistributedDataParallel
+    uses different buckets in its first step than later, even in a resumed run, and plans split buckets differently.
 
     Args:
         numels: Number of elements of each gradient, in the order of the bucket.
@@ -62,14 +62,14 @@ class PaddedBucket:
     def load(self, buffer: Tensor, *, before: int) -> Tensor:
         """Copy the bucket, divided by `before`, into the padded buffer and return the padded buffer.
 
-        `buffer` may be changed.
+        `buffer` may be modified.
         """
         # The division uses the wider of the two dtypes.
         is_wire_wider = self._wire.element_size() > buffer.element_size()
         if before > 1 and not is_wire_wider:
             buffer.div_(before)
         torch._foreach_copy_(self._gradients, list(buffer.split(self._numels)))
-        # The previous sum of rotated blocks left noise in the padding.
+        # The previous reduction of rotated blocks left noise in the padding.
         torch._foreach_zero_(self._padding)
         if before > 1 and is_wire_wider:
             self._wire.div_(before)
@@ -78,7 +78,7 @@ class PaddedBucket:
     def store(self, _: Tensor, *, buffer: Tensor, after: float) -> Tensor:
         """Divide the reduced gradients by `after`, and copy them without padding into `buffer`.
 
-        The result is rounded once.
+        Results are rounded once.
         """
         # The division uses the wider of the two dtypes.
         is_wire_wider = self._wire.element_size() > buffer.element_size()
@@ -91,9 +91,10 @@ class PaddedBucket:
 
 
 class BlockNumbers:
-    """Consecutive block numbers for the gradients of all parameters.
+    """Assignment of consecutive block numbers to the gradients of all parameters.
 
-    Blocks are numbered in the order of `parameters`. Blocks of other parameters follow in the order of first use.
+    Blocks are numbered in the order of `parameters`. Blocks of other parameters follow, in the order in which the
+    parameters are first used.
 
     >>> weight, bias, late_parameter = torch.zeros(3), torch.zeros(300), torch.zeros(1)
     >>> numbers = BlockNumbers([weight, bias])
@@ -124,7 +125,7 @@ class BlockNumbers:
 
 
 def num_reals(parameter: Tensor) -> int:
-    """Return the number of real elements of a parameter, with two for each complex element.
+    """Return the number of real elements of a parameter, counting each complex element twice.
 
     >>> num_reals(torch.zeros(2, 3)), num_reals(torch.zeros(3, dtype=torch.complex64))
     (6, 6)

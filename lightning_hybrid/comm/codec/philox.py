@@ -1,4 +1,4 @@
-"""Counter-based random number generator Philox-4x32-10, implemented with torch's integer operations."""
+"""Counter-based random number generator Philox-4x32-10, in torch's integer operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_ROUNDS = 10
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """Return four 32-bit random words for each Philox counter of four words.
 
-    The words are int64 in [0, 2^32), and have the shape to which the words of the counter broadcast. cuRAND, torch and
+    The words are int64 in [0, 2^32). Their shape is the broadcast shape of the counter's words. cuRAND, torch and
     Triton use the same generator.
 
     Source: Salmon et al. 2011 (SC '11).
@@ -26,7 +26,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
-        # The product has 64 bits, and its highest bit is the sign. The mask removes the copies of the sign.
+        # The product has 64 bits, the highest of which is the sign. The mask removes the copies of the sign.
         first = c0 * _MULTIPLIERS[0]
         second = c2 * _MULTIPLIERS[1]
         c0 = (second >> 32 & _MASK) ^ c1 ^ k0
@@ -43,7 +43,7 @@ def random_signs(numel: int, seed: int) -> Tensor:
     num_counters = -(-numel // 4)
     counter = torch.arange(num_counters)
     zero = torch.zeros((), dtype=torch.int64)
-    # No step of a run has the number `_MASK`, so the run's noise does not contain these words.
+    # No step of a run has the number `_MASK`, so these words do not occur in the run's noise.
     words = torch.stack(philox((counter, zero, zero, zero), (seed & _MASK, _MASK)))
     bits = words.flatten()[:numel] & 1
     return 1.0 - 2.0 * bits.float()

@@ -1,4 +1,4 @@
-"""Error-feedback residuals, which carry a codec's rounding errors over to the next step."""
+"""Error-feedback residuals, which carry a codec's rounding errors into the next step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NAN_SCALE = 0x7FC0
 
 @dataclass(eq=False)
 class FeedbackStep:
-    """Loss scale of one training step, and its outcome (applied or skipped).
+    """Loss scale of one training step, and whether the optimizer skipped the step.
 
     Args:
-        loss_scale: Loss scale of the step's gradients, a power of two, 0-dim. None: 1.
-        is_skipped: Whether the optimizer skipped the step, 0-dim, on the device. None: unknown.
+        loss_scale: Loss scale of the step's gradients, a power of two, 0-dim. None means 1.
+        is_skipped: Whether the optimizer skipped the step, 0-dim, on the device. None if this is not known yet.
     """
 
     loss_scale: Tensor | None = None
@@ -29,12 +29,12 @@ class FeedbackStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualOptions:
-    """Options that are common to all error-feedback residuals of a bucket.
+    """Options shared by all error-feedback residuals of a bucket.
 
     Args:
         divisor: Number by which gradients were divided before the reduction.
         may_skip: Whether the optimizer may skip steps.
-        on_cuda: Whether the host runs ahead of the device, and must not wait for it.
+        on_cuda: Whether the tensors are on CUDA, so that the host must not wait for the device.
     """
 
     divisor: int
@@ -45,15 +45,15 @@ class ResidualOptions:
 class Residual:
     """Error-feedback residual (float32) of a range of blocks that this rank encodes.
 
-    Its values have the units of the gradients of `step`. If steps may be skipped, the values before and after the last
+    The values are scaled like the gradients of `step`. If steps may be skipped, the values before and after the last
     step are kept until it is known whether the step was skipped.
 
     Args:
         numbers: Numbers of the blocks, int64, on the CPU.
         values: Initial values, 256 for each block. The tensor is used without a copy.
-        padding: Ranges (begin, end) of elements that belong to no gradient. They stay zero.
-        step: Step whose units the initial values have.
-        options: Options that all residuals of the bucket share.
+        padding: Ranges (begin, end) of elements that do not belong to any gradient. They stay zero.
+        step: Step by whose loss scale the initial values are scaled.
+        options: Options shared by all residuals of the bucket.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Residual:
     def encode(
         self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder, step: FeedbackStep
     ) -> None:
-        """Encode gradients plus the residual into `message`, and store the rounding error as the new residual.
+        """Encode gradients plus the residual into `message`, and store the rounding error as the residual.
 
-        All steps work in place on the memory of the residual. If the step may be skipped, they work on a second buffer
-        instead, so that the old residual is still there for `decided`.
+        The computation works in place on the memory of the residual. If the step may be skipped, it works on a second
+        buffer instead, so that `decided` can return to the old residual.
         """
         old_residual = self.rescaled_(step)[: flat.numel()]
         if self._options.may_skip:
@@ -94,18 +94,18 @@ class Residual:
         coder.encode_nearest(corrected, ids, message)
         decoded = torch.empty_like(corrected)
         coder.decode(message.view(-1, message.shape[-1]), decoded)
-        new_residual.sub_(decoded)  # it held the corrected gradients until here
+        new_residual.sub_(decoded)  # the buffer held the corrected gradients until here
 
-        # The padding of rotated blocks holds noise, which belongs to no gradient.
+        # The padding of rotated blocks holds noise, which does not belong to any gradient.
         if self._padding:
             torch._foreach_zero_([new_residual[begin:end] for begin, end in self._padding])
-        # inf and nan turn their block into nan. Without a loss scale no step is skipped, and the nan would stay in the
-        # residual forever. On CUDA it is not looked for, because the host would wait for the answer.
+        # inf and nan turn their block into nan. Without a loss scale, no step is skipped, and the nan would stay in the
+        # residual forever. On CUDA, nan is always replaced, because a check would make the host wait.
         if self._options.on_cuda or _has_nan_scale(message, new_residual.numel()):
             new_residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decided(self) -> Tensor:
-        """Return the residual after the last step, or the one from before that step if it was skipped.
+        """Return the residual, discarding the update of the last step if the optimizer skipped it.
 
         A step whose outcome is not known yet counts as skipped.
         """
@@ -121,7 +121,7 @@ class Residual:
         return self._values
 
     def rescaled_(self, step: FeedbackStep) -> Tensor:
-        """Rescale the residual in place to the loss scale of a later step, and return it."""
+        """Rescale the residual in place to the loss scale of a later step, and return the residual."""
         values = self.decided()
         earlier_scale = self._step.loss_scale
         later_scale = step.loss_scale
@@ -138,7 +138,7 @@ class Residual:
         return values
 
     def unscaled(self) -> Tensor:
-        """Return the residual with the loss scale and the divisor of its gradients removed."""
+        """Return the residual in units of unscaled gradients, without loss scale and divisor."""
         # Both are powers of two, so the result is exact.
         values = self.decided()
         loss_scale = self._step.loss_scale
@@ -147,11 +147,11 @@ class Residual:
         return values * (self._options.divisor / loss_scale)
 
     def take(self, rows: Tensor, step: FeedbackStep) -> Tensor:
-        """Remove blocks from this residual, and return their values in the units of `step`.
+        """Remove blocks from this residual, and return their values at the loss scale of `step`.
 
         Args:
             rows: Positions of the blocks in this residual, int64.
-            step: Step whose units the returned values have.
+            step: Step by whose loss scale the returned values are scaled.
         """
         if self._options.on_cuda:
             _record_use(self._values)
@@ -167,7 +167,8 @@ class Residual:
 
 
 def _record_use(*tensors: Tensor) -> None:
-    # Another stream allocated the tensors, and could otherwise reuse their memory before this stream has read it.
+    # The tensors were allocated on another stream. Without this, their memory could be reused before this stream has
+    # read it.
     for tensor in tensors:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

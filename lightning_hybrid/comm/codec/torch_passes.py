@@ -1,4 +1,4 @@
-"""Implementation of the int8 and int4 codecs in torch operations, which needs no compiler."""
+"""Implementation of the int8 and int4 codecs with torch operations, which needs no compiler."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SLAB = 1 << 10
 
 
 class TorchPasses:
-    """Reference implementation of the codec in torch operations, for all devices.
+    """Reference implementation of the codec with torch operations, for all devices.
 
     `block_format` describes the message format.
 
     Args:
         bits: Number of bits per element, 8 or 4.
-        signs: Signs of the rotation, 256 elements of +-1/16, float32. None: blocks are not rotated.
+        signs: Signs of the rotation, 256 elements of +-1/16, float32, or None if blocks are not rotated.
     """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
@@ -51,10 +51,11 @@ class TorchPasses:
         Args:
             flat: Elements to encode, 1-D, float32.
             ids: Number of each block, int32.
-            key: Seed, step, sender, and index of the reduction in the step. None: round to the nearest code.
+            key: Seed, step, sender, and index of the reduction in the step. If None, elements are rounded to the
+                nearest code.
             message: Encoded blocks, 1-D, uint8.
             noise: Tensor, float64 [2], to which the sum of squared errors and the sum of squared values are added.
-                None: they are not computed.
+                If None, these sums are not computed.
         """
         num_blocks = num_blocks_of(flat.numel())
         scales, codes = self._split(message, num_blocks)
@@ -113,12 +114,12 @@ class TorchPasses:
 
         Both have the shape [blocks, 1].
         """
-        # Magnitudes are compared by their bits. inf and nan have the largest ones.
+        # Magnitudes are compared by their bit patterns, which are largest for inf and nan.
         maximum_bits = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
         is_finite = maximum_bits < INFINITE_BITS
         is_coded = is_finite & (maximum_bits >= LEAST_MAXIMUM_BITS)
         maximum = maximum_bits.view(torch.float32).where(is_coded, 0.0)
-        # The scale is rounded up to bfloat16, so that no code exceeds the largest one.
+        # The scale is rounded up to bfloat16, so that no code exceeds the largest code.
         exact_scale = maximum * reciprocal_of(most_code(self._bits))
         upper = (exact_scale.view(torch.int32) + 0xFFFF) >> 16
         return upper, is_finite
@@ -131,9 +132,9 @@ class TorchPasses:
         return (y.where(is_coded, 0.0) * steps).to(torch.int32).clamp_(-limit, limit)
 
     def _addends(self, ids: Tensor, key: NoiseKey | None) -> Tensor | int:
-        """Return the fixed-point offsets to add before rounding down.
+        """Return the fixed-point offsets that are added before rounding down.
 
-        They are uniform noise for stochastic rounding, or one half for rounding to the nearest code.
+        The offsets are uniform noise for stochastic rounding, or one half for rounding to the nearest code.
         """
         if key is None:
             return _ONE // 2
@@ -150,7 +151,7 @@ class TorchPasses:
 def hadamard(y: Tensor) -> Tensor:
     """Return the Walsh-Hadamard transform of each row of 256 elements.
 
-    It is computed in 8 stages of sums and differences, beginning with neighbours.
+    The transform is computed in 8 stages of sums and differences, beginning with neighbours.
 
     >>> y = torch.zeros(1, 256); y[0, 1] = 1.0
     >>> hadamard(y)[0, :4].tolist(), bool((hadamard(hadamard(y)) == 256 * y).all())
@@ -177,7 +178,7 @@ def _blocks(flat: Tensor) -> Tensor:
 
 
 def _packed(code: Tensor, bits: int) -> Tensor:
-    code = code.to(torch.uint8)  # The conversion modulo 256 gives the two's complement.
+    code = code.to(torch.uint8)  # conversion modulo 256 gives the two's complement
     if bits == 8:
         return code
     lower, upper = code.view(len(code), 2, -1).bitwise_and_(15).unbind(1)

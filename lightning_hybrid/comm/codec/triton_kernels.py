@@ -1,6 +1,6 @@
 """Triton kernels of the int8 and int4 codecs, with one program for each block of 256 elements.
 
-`block_format` describes the message format. The kernels have been tested in Triton's interpreter only, not yet on a
+`block_format` describes the message format. The kernels have been tested only in Triton's interpreter, not yet on a
 GPU.
 """
 
@@ -23,7 +23,7 @@ def _butterflies(y, HALF: tl.constexpr):
 def _hadamard(y):
     """Return the Walsh-Hadamard transform of a block of 256 elements.
 
-    It is computed in 8 stages, beginning with neighbours.
+    The transform is computed in 8 stages, beginning with neighbours.
     """
     for stage in tl.static_range(8):
         y = _butterflies(y, 1 << stage)
@@ -84,12 +84,12 @@ def encode_block(
     if MOST == 7:
         y = _hadamard(y * tl.load(signs + elements))
 
-    # Magnitudes are compared by their bits. inf and nan have the largest ones.
+    # Magnitudes are compared by their bit patterns, which are largest for inf and nan.
     maximum_bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     is_finite = maximum_bits < 0x7F800000
     is_coded = is_finite & (maximum_bits >= LEAST)
     maximum = tl.where(is_coded, maximum_bits, 0).to(tl.float32, bitcast=True)
-    # The scale is rounded up to bfloat16, so that no code exceeds the largest one.
+    # The scale is rounded up to bfloat16, so that no code exceeds the largest code.
     upper = ((maximum * RECIPROCAL).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     scale = tl.where(is_coded, (upper << 16).to(tl.float32, bitcast=True), 1.0)
 
@@ -149,7 +149,7 @@ def add_block(
             codes += block_in_row.to(tl.int64) * (_BLOCK // 2)
             packed = tl.load(codes + tl.arange(0, _BLOCK // 2)).to(tl.int32)
             halves = tl.permute(tl.join(packed << 28, packed << 24), (1, 0))
-            code = tl.reshape(halves, [_BLOCK]) >> 28  # The shift extends the sign.
+            code = tl.reshape(halves, [_BLOCK]) >> 28  # an arithmetic shift, which extends the sign
         else:
             codes += block_in_row.to(tl.int64) * _BLOCK
             code = tl.load(codes + elements).to(tl.int8, bitcast=True).to(tl.int32)

@@ -1,6 +1,6 @@
 """Triton implementation of the int8 and int4 codecs for CUDA tensors.
 
-It has been tested in Triton's interpreter only, not yet on a GPU.
+It has been tested only in Triton's interpreter, not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TritonPasses:
 
     Args:
         bits: Number of bits per element.
-        signs: Signs of the rotation. None: blocks are not rotated.
+        signs: Signs of the rotation, or None if blocks are not rotated.
     """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
@@ -34,7 +34,7 @@ class TritonPasses:
         self._signs = signs
 
     def try_out(self, device: torch.device) -> None:
-        """Compile and launch both kernels on one block, to raise Triton's error if they do not work."""
+        """Check that both kernels work, by compiling and launching them on one block."""
         flat = torch.zeros(BLOCK, device=device)
         ids = torch.zeros(1, dtype=torch.int32, device=device)
         messages = torch.zeros(1, self._block_bytes, dtype=torch.uint8, device=device)
@@ -49,7 +49,7 @@ class TritonPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Encode a float32 tensor into `message`, or into the rows of a matrix with one message per row.
+        """Encode a float32 tensor into `message`, which may be a matrix with one message per row.
 
         The arguments are those of `TorchPasses.encode`, but `noise` is ignored, because rounding errors are not
         measured.
@@ -64,7 +64,7 @@ class TritonPasses:
             key = (0, 0, 0, 0)
         seed, step, sender, turn = key
 
-        # Triton launches on the current device, which may not be the device of the tensors.
+        # Triton launches kernels on the current device, which may not be the device of the tensors.
         with torch.cuda.device_of(flat):
             triton_kernels.encode_block[(num_blocks,)](
                 flat,
@@ -127,7 +127,7 @@ class TritonPasses:
         return row_bytes // self._block_bytes
 
     def _signs_or(self, unused: Tensor) -> Tensor:
-        """Return the signs of the rotation, or the placeholder `unused` if blocks are not rotated."""
+        """Return the signs of the rotation, or `unused` as a placeholder if blocks are not rotated."""
         if self._signs is None:
             return unused
         return self._signs

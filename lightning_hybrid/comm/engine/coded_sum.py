@@ -1,4 +1,4 @@
-"""Compressed all-reduce between nodes, whose result is bitwise equal on every rank.
+"""Compressed all-reduce between nodes, with bitwise equal results on all ranks.
 
     two ranks       exchange          every rank sends its encoded tensor to the other rank, and adds both
     more            scatter_reduce    every rank sends shard r, encoded, to rank r, which adds the shards in fp32
@@ -7,7 +7,7 @@
 Messages are added in rank order. A rank adds only decoded messages, including its own, and decodes
 the result from messages that all ranks hold. Therefore the result is bitwise equal on all ranks, and
 it does not depend on which rank owns a shard. An element is rounded once with two ranks and twice
-with more. Partial sums are never rounded, as they would be in a ring.
+with more ranks. Unlike in a ring, partial sums are never rounded.
 
 Collective: every rank of the group must call it, in the same order, with tensors of the same size
 and dtype. The result is written in place.
@@ -37,7 +37,7 @@ def sum_coded_(
         blocks: Encoder of the blocks of `flat`, with the step and bucket that its noise depends on.
         group: Process group of the all-reduce.
         sender: Number that the rounding noise of this rank's messages depends on.
-        by_backend: Whether to use collectives of the backend. False: our own messages.
+        by_backend: Whether to use collectives of the backend, rather than our own messages.
     """
     values = flat
     if flat.dtype is not torch.float32:
@@ -56,7 +56,7 @@ def sum_coded_(
 def _exchange_(
     values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
 ) -> None:
-    """All-reduce a tensor over two ranks, which send each other the whole encoded tensor."""
+    """All-reduce a tensor over two ranks, which exchange the whole encoded tensor."""
     rank = dist.get_rank(group)
     num_bytes = blocks.coder.codec.message_bytes(values.numel())
     messages = _messages("messages", 2, num_bytes, values.device, by_backend)
@@ -78,8 +78,8 @@ def _sum_by_parts_(
     parts = [values[r * part_numel : (r + 1) * part_numel] for r in range(num_ranks)]
     lengths = [coder.codec.message_bytes(part.numel()) for part in parts]
 
-    # Each rank has a row, and all rows have the same size, because a backend requires it. A shorter
-    # shard leaves the end of its row unused.
+    # Each rank has a row. All rows have the same size, because backends require it. If a shard is
+    # shorter, the end of its row is unused.
     device = values.device
     departures = _messages("departures", num_ranks, lengths[0], device, by_backend)
     arrivals = _messages("arrivals", num_ranks, lengths[0], device, by_backend)
@@ -117,7 +117,7 @@ def _scatter(
     group: dist.ProcessGroup,
     by_backend: bool,
 ) -> None:
-    """Send row r of `departures` to each rank r, and receive the rows of all ranks in `arrivals`."""
+    """Exchange rows with all ranks: send row r to rank r, and receive one row from each rank."""
     if by_backend:
         dist.all_to_all_single(arrivals.view(-1), departures.view(-1), group=group)
         return
@@ -130,7 +130,7 @@ def _scatter(
 def _gather(
     rows: Tensor, rank: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool
 ) -> None:
-    """All-gather the rows of a matrix, where rank r contributes row r."""
+    """All-gather the rows of a matrix in place, where rank r contributes row r."""
     if by_backend:
         all_gather(rows.view(-1), rows[rank].clone(), group=group)
         return
@@ -148,7 +148,7 @@ def _messages(
 def _buffer(
     name: str, numel: int, dtype: torch.dtype, device: torch.device, by_backend: bool
 ) -> Tensor:
-    """Return uninitialised memory from the thread's scratch buffers, or on CUDA a new tensor."""
+    """Return uninitialised memory: a scratch buffer of this thread, or a new tensor on CUDA."""
     if by_backend:
         return torch.empty(numel, dtype=dtype, device=device)
     return gloo_p2p.scratch(name, numel, dtype)

@@ -1,4 +1,4 @@
-"""All-reduce of a bucket on CUDA by `torch.distributed.all_reduce`, as in DDP's default hook.
+"""All-reduce of a bucket on CUDA with `torch.distributed.all_reduce`, as in DDP's default hook.
 
     all_reduce(wire, async_op=True)     on the backend's stream, after the work that is on the current stream
         .get_future().then(finish)      divides the sum on a stream that waits for it, so that the host does not wait
@@ -23,7 +23,7 @@ def all_reduce(
 
     Args:
         bucket: Bucket to all-reduce.
-        group: Process group. None: this is the only rank.
+        group: Process group, or None if there is only one rank.
         device: Device of the bucket.
     """
     finish = bucket.finish
@@ -41,7 +41,7 @@ def all_reduce(
         summed = dist.all_reduce(bucket.flat, group=group, async_op=True).get_future()
     bucket.stage = "finish"
     future = summed.then(finished)
-    # With NCCL the future is done at once for the host. Its value raises the error of `finish`, if there is one.
+    # With NCCL, the host sees the future as done at once. If `finish` has failed, the future's value raises the error.
     if future.done():
         future.value()
     return future

@@ -1,12 +1,12 @@
-"""Executor of all-reduces on CUDA, which also detects hangs and shuts down communicators.
+"""Execution of all-reduces on CUDA, including hang detection and the shutdown of communicators.
 
-By default a bucket is summed by torch's own all-reduce (cuda_all_reduce.py). An algorithm that was set by name runs
-stage by stage on our own streams (cuda_streams.py). So does everything over Gloo, with synchronous calls, because
-Gloo's asynchronous collectives end in a separate thread. Times of buckets are measured with events if they are read
-(cuda_events.py). The last two files are imported only if they are needed.
+By default, a bucket is summed by torch's own all-reduce (cuda_all_reduce.py). An algorithm that was set by name runs
+stage by stage on our own streams (cuda_streams.py). With Gloo, all algorithms run in this way, with synchronous calls,
+because Gloo's asynchronous collectives end in a separate thread. Times of buckets are measured with events if they are
+read (cuda_events.py). The last two modules are imported only if they are needed.
 
-The host never waits for the device. Four times a second the watchdog checks whether the device makes progress, and so
-notices a hang (health/device_waits.py). A failure is noticed one step late, so the weights are invalid afterwards.
+The host never waits for the device. To detect a hang, the watchdog checks four times a second whether the device makes
+progress (health/device_waits.py). A failure is detected one step late, when the weights are already invalid.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CudaCarrier:
     Args:
         device: CUDA device of the buckets.
         groups: Process groups of the stages.
-        trace: Trace that counts buckets. If it measures devices, it gets the times of a step when the device has
+        trace: Trace that counts buckets. If it measures devices, it receives the times of a step once the device has
             finished the step.
         latch: Buckets in flight and the first failure.
         watchdog: Watchdog that compares new buckets, and reports errors of stages to all ranks.
@@ -67,7 +67,7 @@ class CudaCarrier:
         self._streams: CudaStreams | None = None
         self._issued: IssuedBuckets | None = None  # buckets with events
         self._aborting = threading.Lock()
-        self._stuck: list[str] | None = None  # groups that did not end after a failure
+        self._stuck: list[str] | None = None  # groups that could not be shut down after a failure
         self._waits = DeviceWaits(device, also=partial(self.look, with_places=True))
         latch.look = self._waits.stalled_s
         latch.give_up = self._give_up
@@ -82,7 +82,7 @@ class CudaCarrier:
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Split a bucket into the chunks of its plan, which `carry` then puts on CUDA streams.
+        """Split a bucket into the chunks of its plan, before `carry` enqueues them.
 
         Raises:
             RuntimeError: A CUDA graph is being captured.
@@ -96,12 +96,15 @@ class CudaCarrier:
         alignment = SHARD_ALIGNMENT
         if bucket.is_coded:
             alignment = BLOCK
-        # With this alignment the ranks of the largest node get equal, aligned shards without padding.
+        # With this alignment, the ranks of the largest node get equal and aligned shards without padding.
         alignment *= max(map(len, self._groups.topology.nodes))
         bucket.split(job, bucket.plan.num_chunks, checksum=None, alignment=alignment)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
-        """Enqueue the all-reduce of a bucket on CUDA, and return a future that orders streams by an event."""
+        """Enqueue the all-reduce of a bucket on CUDA streams, and return its future without waiting.
+
+        Streams that use the future's value wait for the all-reduce by an event.
+        """
         try:
             bucket.compare_contents(self._watchdog)
             future = self._put(bucket)
@@ -113,7 +116,7 @@ class CudaCarrier:
             self._latch.raise_if_tripped()
             raise
         bucket.release_tensors()
-        self._latch.raise_if_tripped()  # Another rank may have failed meanwhile.
+        self._latch.raise_if_tripped()  # another rank may have failed in the meantime
         return future
 
     def _put(self, bucket: InFlightBucket) -> Future[Tensor]:
@@ -124,7 +127,7 @@ class CudaCarrier:
             return self._put_with_events(bucket, group)
         future = all_reduce(bucket, group, self._device)
         self._trace.count(bucket.plan, bucket.traffic, is_last=bucket.is_last)
-        self._latch.remove(bucket)  # Without events the host cannot follow its progress.
+        self._latch.remove(bucket)  # without events, the host cannot track its progress
         return future
 
     def _uses_torch_all_reduce(self, bucket: InFlightBucket) -> bool:
@@ -192,8 +195,8 @@ class CudaCarrier:
     # ---- shutdown --------------------------------------------------------------------------------------------------
 
     def _give_up(self, lost: Sequence[InFlightBucket] = ()) -> None:
-        # Aborting the communicators, once, releases hosts and devices that wait in them. A second thread that fails
-        # waits here until the first one is done.
+        # Aborting the communicators unblocks hosts and devices that wait in them. If two threads fail, only the first
+        # one aborts, and the second one waits here.
         with self._aborting:
             if self._stuck is None:
                 self._stuck = []
@@ -203,12 +206,12 @@ class CudaCarrier:
                     self._stuck = self._groups.abort(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Wait for the device, free the communicators, and return the names of groups that do not end.
+        """Wait for the device, free the communicators, and return the names of groups that are stuck.
 
-        After a failure nothing is waited for.
+        After a failure, the method does not wait.
 
         Args:
-            limit_s: Function that returns how many seconds from now the device may still be waited for.
+            limit_s: Function that returns the remaining time limit of the wait, in seconds.
         """
         # The device is polled, because `synchronize` would hang if a kernel waits for a rank that was lost.
         is_busy = self._stuck is None and self._waits.stalled_s() > 0

@@ -1,4 +1,4 @@
-"""CUDA events of buckets, which measure times and show which buckets the device has finished.
+"""CUDA events that time buckets and show which buckets the device has finished.
 
 Events are recorded for algorithms that were set by name (`cuda_streams.py`), and if the times are read by a timeline
 (`report.trace_dir`) or a callback such as `TrainingMetrics`. Other buckets have no events.
@@ -19,8 +19,8 @@ from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlight
 from lightning_hybrid.comm.health.device_waits import is_any_captured
 from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
 
-# Maximum number of buckets whose times the trace gets at once. It usually gets all buckets of a step, but the last
-# bucket of a step may be missing.
+# Maximum number of buckets whose times are passed to the trace at once. It is usually all buckets of a step, but the
+# last bucket of a step may be missing.
 MOST_UNREPORTED = 64
 
 
@@ -37,7 +37,7 @@ class StageEvents:
         chunk: Chunk that the stage processes.
         name: Name of the stage.
         num_bytes: Size of the chunk in bytes.
-        begin: Event at the beginning of the stage. None unless a timeline needs it.
+        begin: Event at the beginning of the stage, or None if no timeline needs it.
         end: Event at the end of the stage.
     """
 
@@ -53,9 +53,9 @@ class BucketEvents:
     """CUDA events of a bucket whose work is queued on streams.
 
     Args:
-        bucket: Bucket, without its tensors.
-        ready: Event after which the gradients are available.
-        done: Event after which the bucket is averaged.
+        bucket: Bucket without its tensors.
+        ready: Event that marks when the gradients are available.
+        done: Event that marks when the bucket is averaged.
         stages: Events of each stage of each chunk.
     """
 
@@ -66,19 +66,19 @@ class BucketEvents:
     _is_done_recorded: bool = False
 
     def record_done(self, stream: torch.cuda.Stream) -> None:
-        """Record on a stream the event that marks the bucket as averaged."""
+        """Record the `done` event of the bucket on a stream."""
         self.done.record(stream)
         self._is_done_recorded = True
 
     def is_through(self) -> bool:
         """Return whether the device has finished the bucket."""
-        # For an event that was never recorded, CUDA reports that it is completed.
+        # CUDA reports events that were never recorded as completed.
         return self._is_done_recorded and self.done.query()
 
     def finishing(
         self, finish: Callable[[Tensor], Tensor], device: torch.device
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function that calls `finish` and then records the event for the end of the bucket."""
+        """Wrap `finish` so that the `done` event of the bucket is recorded after it has run."""
 
         def finish_and_record(flat: Tensor) -> Tensor:
             result = finish(flat)
@@ -88,9 +88,9 @@ class BucketEvents:
         return finish_and_record
 
     def note_places(self) -> None:
-        """Update the description of every chunk's current stage, for error messages.
+        """Update the description of every chunk's current stage, which error messages contain.
 
-        The wording is that of stage_threads.py.
+        The descriptions are worded as in stage_threads.py.
         """
         if not self.ready.query():
             self.bucket.chunks[0].place = "waiting for its gradients"
@@ -130,10 +130,10 @@ class BucketEvents:
 
 
 class IssuedBuckets:
-    """Queue of buckets with CUDA events, in the order in which their work was put on the streams.
+    """Queue of buckets with CUDA events, in the order in which their work was enqueued on the streams.
 
     Args:
-        trace: Trace that gets the times of a step when the device has finished the step.
+        trace: Trace that receives the times of a step once the device has finished the step.
         latch: Latch from which finished buckets are removed.
     """
 
@@ -158,7 +158,7 @@ class IssuedBuckets:
         """
         if not self._issued or is_any_captured():
             return
-        # Errors of the driver are ignored, because the host gets and reports them as well.
+        # Errors of the driver are ignored, because the training thread gets and reports them as well.
         with self._lock, suppress(RuntimeError, ValueError):
             while self._issued and not self._is_over and self._issued[0].is_through():
                 events = self._issued.popleft()
@@ -170,11 +170,11 @@ class IssuedBuckets:
                 self._issued[0].note_places()
 
     def give_up(self) -> None:
-        """Stop checking the buckets, because the communicators were aborted."""
+        """Stop tracking all buckets, because their communicators were aborted."""
         self._is_over = True
 
     def close(self) -> None:
-        """Send the times of finished buckets to the trace, unless they were sent before."""
+        """Pass the times of all remaining finished buckets to the trace."""
         with suppress(RuntimeError, ValueError):
             self._report()
 
@@ -184,8 +184,8 @@ class IssuedBuckets:
         if not finished:
             return
         first = finished[0].ready
-        # Times are added up from step to step, because an event returns milliseconds in fp32. After an hour, its
-        # resolution would be only 0.25 ms.
+        # Times are added up from step to step. Events return milliseconds in fp32, so that after an hour the resolution
+        # of a single difference would be only 0.25 ms.
         begin_s = self._trace.now_s() - first.elapsed_time(finished[-1].done) / 1e3
         if self._anchor is not None:
             begin_s = self._anchor[1] + self._anchor[0].elapsed_time(first) / 1e3

@@ -1,20 +1,20 @@
 """Execution of all-reduce stages on CUDA streams, for all algorithms except torch's own all-reduce.
 
-It is used for hierarchical algorithms, codecs, Adasum and sharded updates.
+These are hierarchical algorithms, codecs, Adasum and sharded updates.
 
     network    [ring 0]    [ring 1]    [ring 2]
     node   [reduce 0] [reduce 1] [broadcast 0] [reduce 2] [broadcast 1] [broadcast 2]
 
-Communication inside the node has one stream, and communication between nodes has another. So one chunk is broadcast in
-the node while the next one is on the network. Both streams have high priority, because otherwise the few blocks of
-NCCL's kernels would queue behind the thousands of blocks of backward. Reads and writes are ordered by events only:
+Communication inside the node and communication between nodes have separate streams, so that one chunk can be broadcast
+inside the node while the next chunk is on the network. Both streams have high priority, because otherwise the few
+blocks of NCCL's kernels would queue behind the thousands of blocks of backward. Reads and writes are ordered by events:
 
     ready    recorded where the hook runs         The stream of the first stage waits for it.
     end      after every stage of every chunk     The stream of the next stage waits for it, if it is the other stream.
     done     after the last stage and `finish`    The future's own event follows it.
 
-Only a machine with two GPUs can show that NCCL runs the kernels of both streams at the same time, and that aborting its
-communicators ends them. Everything else is tested with streams, events and communicators that only record calls.
+Testing that NCCL runs the kernels of both streams at the same time, and that aborting its communicators ends them,
+would require a machine with two GPUs. Everything else is tested with mock streams, events and communicators.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CudaStreams:
     Args:
         device: CUDA device.
         groups: Process groups of the stages.
-        keep_events: Whether to record the beginning of each stage, which only a timeline needs.
+        keep_events: Whether to record the beginning of each stage, for a timeline.
     """
 
     def __init__(self, device: torch.device, groups: CommGroups, *, keep_events: bool) -> None:
@@ -52,7 +52,7 @@ class CudaStreams:
     def put(self, events: BucketEvents) -> Future[Tensor]:
         """Enqueue all stages of a bucket on the streams, and return a future of the averaged bucket.
 
-        The future holds a CUDA event, for which the streams of waiting threads wait.
+        The future holds a CUDA event. Threads that wait for the future make their streams wait for the event.
         """
         bucket = events.bucket
         flat = events.bucket.flat
@@ -64,7 +64,7 @@ class CudaStreams:
             else:
                 streams.append(self._network)
         streams[0].wait_event(events.ready)
-        # The allocator must not reuse the memory before the last stream is done, which waits for the other one.
+        # The allocator must not reuse the memory before the last stream, which waits for the other stream, is done.
         flat.record_stream(streams[-1])
         ends: dict[Chunk, torch.cuda.Event] = {}
         for chunk, index in _in_order(bucket.chunks, streams):
@@ -72,13 +72,13 @@ class CudaStreams:
             stream = streams[index]
             group = self._groups.by_stage[stages[index].name]
             bucket.stage = stage.name
-            # An event costs the host some time, so the beginning of a stage is recorded for a timeline only.
+            # Events cost the host some time, so the beginning of a stage is recorded only for a timeline.
             begin = None
             if self._keep_events:
                 begin = new_event()
             end = new_event()
             if index and stream is not streams[index - 1]:
-                # The stream waits only now, because it has run another chunk's stage meanwhile.
+                # The stream waits only now, because it has run another chunk's stage in the meantime.
                 stream.wait_event(ends[chunk])
             with torch.cuda.stream(stream):
                 if begin is not None:
@@ -102,16 +102,16 @@ class CudaStreams:
             result.record_stream(streams[-1])
             events.record_done(streams[-1])
             future: Future[Tensor] = Future(devices=[self._device])
-            # This records an event on the current stream, for which the streams of waiting threads wait.
+            # This records an event on the current stream. The streams of threads that wait for the future wait for it.
             future.set_result(result)
         return future
 
 
 def _in_order(chunks: Sequence[Chunk], streams: Sequence[object]) -> Iterator[tuple[Chunk, int]]:
-    """Yield (chunk, stage index) pairs in the order in which they are put on the streams.
+    """Yield (chunk, stage index) pairs in the order in which they are enqueued on the streams.
 
-    If a stage returns to a stream, the earlier stages of the next chunk come first. So the reduce of chunk b is on the
-    node's stream before the broadcast of chunk a, which waits for the network.
+    If a chunk returns to a stream, the earlier stages of the next chunk come first. For example, the reduce of chunk b
+    precedes the broadcast of chunk a on the node's stream, because the broadcast has to wait for the network.
 
     >>> [(chunk, index) for chunk, index in _in_order("ab", ["node", "network", "node"])]
     [('a', 0), ('a', 1), ('b', 0), ('b', 1), ('a', 2), ('b', 2)]

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
-# Seconds for which closing waits, after a failure, for stages that may hang until their group's timeout.
+# Seconds for which `close` waits, after a failure, for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
 
-# Fraction of the timeout after which a bucket in flight on CUDA counts as failed. It is below 1, so that our error is
-# raised before torch's watchdog raises its own.
+# Fraction of the timeout after which a bucket in flight on CUDA is considered failed. It is below 1, so that our error
+# is raised before torch's watchdog raises its own error.
 GIVE_UP_AT = 0.9
 
 
@@ -68,23 +68,23 @@ class CommEngine:
         topology: Topology, seen from this rank.
         plan: Plan that chooses the algorithm and the number of chunks of each tensor by its size.
         timeout: Time limit of every collective. A rank that waits longer for other ranks fails.
-        device: Device of the tensors. On CUDA they are reduced by torch's all-reduce or on side streams, else by
+        device: Device of the tensors. On CUDA, they are reduced by torch's all-reduce or on side streams, otherwise by
             threads.
-        trace: Trace that counts the tensors. None: a new one.
-        dtype_across_nodes: Dtype of reductions between nodes, if it is narrower than the tensor's, or their codec.
-            Inside the node a tensor keeps its dtype. None: tensors keep their dtype everywhere.
-        shares_update: Ranks that share the optimizer update, whose exchanges `submit` can carry out: `"node"` or
-            `"world"`. None: the update is not shared.
-        replicas: All sets of ranks, if each set has an engine of its own. `topology` is then that of this rank's set.
-            None: all ranks average together.
-        group: Ranks of this rank's set. None: WORLD.
+        trace: Trace that counts the tensors. If None, a new trace is created.
+        dtype_across_nodes: Dtype of reductions between nodes, if it is narrower than the tensor's dtype, or their
+            codec. Inside the node, a tensor keeps its dtype. If None, tensors keep their dtype everywhere.
+        shares_update: Ranks that share the optimizer update, whose collectives `submit` can run: `"node"` or
+            `"world"`. None if the update is not shared.
+        replicas: All sets of ranks, if each set has its own engine. `topology` is then that of this rank's set. None
+            if all ranks average together.
+        group: Process group of this rank's set. None means WORLD.
         compared: Further settings that must be equal on all ranks, by name.
-        num_terms: Number of gradients that are averaged, by which the hook divides. None: one per rank. The attribute
-            may change between backwards, to the same number on all ranks. It need not be whole if gradients have
-            weights.
+        num_terms: Number of gradients that are averaged, by which the hook divides. The default is one per rank. The
+            attribute may be changed between backward passes, to the same number on all ranks. If gradients have
+            weights, it need not be an integer.
 
     Raises:
-        ValueError: The plan or the topology differ between ranks. Raised on every rank.
+        ValueError: The plan or the topology differ between ranks. The error is raised on every rank.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CommEngine:
             self._exchange_scopes.add("node")
         self._timeout = timeout
         self._is_closed = False
-        # Held while a bucket is submitted, so that buckets are put on streams in the order that is recorded.
+        # Held while a bucket is submitted, so that buckets are enqueued in the recorded order.
         self._turn = threading.RLock()
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
@@ -178,7 +178,8 @@ class CommEngine:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
-        # Threads and process groups exist once. Copies that user code makes, such as of the trainer, share them.
+        # Threads and process groups cannot be copied. If user code copies the trainer, for example, the copies share
+        # the engine.
         return self
 
     def _new_carrier(self) -> StageThreads | CudaCarrier:
@@ -241,24 +242,25 @@ class CommEngine:
     ) -> Future[Tensor]:
         """Start an in-place all-reduce of a flat tensor over all ranks, and return a future of the sum.
 
-        If a stage fails on any rank, or if ranks submit different tensors, exit or hang, then on every rank the future
-        of every tensor in flight raises the same `RuntimeError`, and so does every later call. The error names the
-        rank, bucket, stage, algorithm and cause. On CUDA a future only orders streams, so the next call raises.
+        If a stage fails on any rank, or if ranks submit different tensors, exit or hang, all ranks raise the same
+        `RuntimeError`. It is raised by the futures of all tensors in flight, and by every later call. The error names
+        the rank, bucket, stage, algorithm and cause. On CUDA, a future only orders streams, so the next call raises the
+        error.
 
         Args:
             flat: Tensor to reduce, 1-D and contiguous.
             bucket_index: Index that names the tensor in errors.
-            is_last: Whether this is the last tensor of a step. The order of all tensors is then compared over ranks.
-            adasum_numels: Number of elements of each tensor in `flat`. If given, `flat` is summed inside nodes only,
+            is_last: Whether this is the last tensor of a step. If so, ranks compare the order of all tensors.
+            adasum_numels: Number of elements of each tensor in `flat`. If given, `flat` is summed only inside nodes,
                 and Adasum combines its tensors over nodes.
-            finish: Function applied to the sum where the last stage ran. Its result is the future's value.
-            exchange: Exchange of a sharded update that replaces the all-reduce (see `node_exchange`). None: all-reduce.
+            finish: Function applied to the sum after the last stage. Its result is the future's value.
+            exchange: Collective of a sharded update that replaces the all-reduce (see `node_exchange`), or None.
             keeps_shard: Whether this rank gets only its own shard of each chunk. Requires `two_level`.
-            block_ids: Number of each block of 256 elements for a codec, int32, on the device of `flat`. None: blocks
+            block_ids: Number of each block of 256 elements for a codec, int32, on the device of `flat`. If None, blocks
                 are numbered from zero.
-            feedback: Residuals of these blocks. None: the codec rounds stochastically.
-            is_in_update: Whether `flat` holds no gradients and the optimizer step waits for the result. An `exchange`
-                implies True. None: it holds no gradients and the step does not wait.
+            feedback: Residuals of these blocks. If None, the codec rounds stochastically.
+            is_in_update: True if `flat` holds no gradients and the optimizer step waits for the result, which an
+                `exchange` implies. None if it holds no gradients and the step does not wait.
             is_exact: Whether `flat` keeps its dtype between nodes as well.
 
         Raises:
@@ -293,19 +295,19 @@ class CommEngine:
             check_adasum_bucket(plan, self.topology, self.dtype_across_nodes)
             bucket.adasum_numels = adasum_numels
         with self._turn:
-            # Under the lock, counts, queues and closing see submissions in one order.
+            # With the lock held, counters, queues and `close` see submissions in the same order.
             with self._latch.lock:
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
                 self._carrier.accept(bucket, new_job, self._record(bucket))
                 self._latch.in_flight[bucket] = None
-            # Not under the lock, because on CUDA the carrier may report a failure.
+            # The lock must not be held here, because on CUDA the carrier may report a failure.
             return self._carrier.carry(bucket)
 
     def _new_coded_job(
         self, bucket: InFlightBucket, block_ids: Tensor | None, feedback: BucketFeedback | None
     ) -> Callable[[Tensor], Job]:
-        """Return a function that creates the all-reduce job of a chunk, given the chunk's elements."""
+        """Return a function that creates the all-reduce job of a chunk from the chunk's elements."""
         assert self.coder is not None
         flat = bucket.flat
         new_job = self._new_job
@@ -314,7 +316,7 @@ class CommEngine:
         self.coder.turn += int(bucket.is_last)
 
         def job(part: Tensor) -> Job:
-            # The chunk of the checksum has no elements of the bucket. It must be exact, so it is not encoded.
+            # The checksum's chunk has no elements of the bucket. It is not encoded, because it must be exact.
             blocks = None
             if part.numel() > 0:
                 begin = int(part.storage_offset() - flat.storage_offset())
@@ -324,10 +326,10 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        """Append a bucket to the submission order, and select how ranks verify that they agree on it.
+        """Record the submission of a bucket, and decide how ranks check that they submit the same bucket.
 
         Returns:
-            The checksum of the order if this is a step's last bucket, else None.
+            The checksum of the order if this is a step's last bucket, otherwise None.
         """
         reduction = ""
         if bucket.adasum_numels:
@@ -347,7 +349,7 @@ class CommEngine:
         return None
 
     def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:
-        """Return the communication plan of a gradient bucket, given its size and dtype."""
+        """Return the communication plan for a gradient bucket of a given size and dtype."""
         return self._planned(bucket_index, numel, dtype)[0]
 
     def _planned(
@@ -358,7 +360,7 @@ class CommEngine:
         exchange: Exchange | None = None,
         is_exact: bool = False,
     ) -> tuple[BucketPlan, Traffic]:
-        # Cached, because it runs in every step in the thread of backward.
+        # Cached, because this runs in every step, in the thread of backward.
         key = (index, numel, dtype, exchange, is_exact)
         if key not in self._buckets:
             num_bytes = numel * dtype.itemsize
@@ -395,19 +397,19 @@ class CommEngine:
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
-        """Communication plans of all distinct gradient buckets that were submitted so far."""
+        """Communication plans of all distinct gradient buckets submitted so far."""
         plans = (plan for plan, _ in self._buckets.values() if not is_exchange(plan.algorithm))
         return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property
     def failure(self) -> str:
-        """Error message that all ranks raise after a failure, or an empty string if there was none."""
+        """Error message of the failure that all ranks raise, or an empty string if there was none."""
         return self._latch.error
 
     def raise_if_failed(self) -> None:
-        """Raise the error that is common to all ranks if the communication of any rank has failed.
+        """Raise the error shared by all ranks if communication has failed on any rank.
 
-        It never waits, so on CUDA it does not detect failures in work that the device has not reached.
+        The call never waits. On CUDA, it therefore does not detect failures in work that the device has not reached.
         """
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
@@ -416,7 +418,7 @@ class CommEngine:
     def abort(self, reason: str) -> None:
         """Make communication fail on every rank, because an error has occurred on this rank.
 
-        Do nothing if the engine has failed or is closed.
+        If the engine has already failed or is closed, nothing happens.
         """
         with self._latch.lock:
             if self._latch.error or self._is_closed:
@@ -426,7 +428,7 @@ class CommEngine:
         )
 
     def explain(self, error: BaseException) -> str:
-        """Diagnose a failed collective outside the engine, and return a message that names the rank at fault.
+        """Diagnose a failed collective of other code, and return a message that names the rank at fault.
 
         The engine then fails on every rank.
 
@@ -443,11 +445,12 @@ class CommEngine:
         return f"{failure} Seen here as {type(error).__name__}: {error}"
 
     def close(self) -> list[str]:
-        """Shut the engine down, and return the names of stages that did not end in time.
+        """Shut down the engine, and return the names of stages that did not stop in time.
 
-        Without a failure, the buckets in flight are finished first. After a failure, stages have `FAILED_CLOSE_LIMIT_S`
-        to return. A stage that is still inside a collective after this time keeps its group, and a warning names it. On
-        CUDA the engine waits for nothing after a failure, because all communicators are aborted.
+        Without a failure, the buckets in flight are finished first. After a failure, stages have
+        `FAILED_CLOSE_LIMIT_S` seconds to return. A stage that is still inside a collective after this time keeps its
+        group, and a warning names the stage. On CUDA, the engine does not wait after a failure, because all
+        communicators are aborted.
         """
         with self._latch.lock:
             if self._is_closed:
@@ -456,14 +459,14 @@ class CommEngine:
         healthy_until_s = monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
         def limit_s() -> float:
-            # A failure, which may happen at any time, begins the short limit.
+            # A failure may happen at any time, and starts the shorter time limit.
             if self._latch.error and self._close_limit_s is None:
                 self._close_limit_s = monotonic() + FAILED_CLOSE_LIMIT_S
             if self._close_limit_s is not None:
                 return self._close_limit_s - monotonic()
             return healthy_until_s - monotonic()
 
-        # The watchdog leaves last, so that other ranks can ask for this rank's status until then.
+        # The watchdog is stopped last, so that other ranks can ask for this rank's status until then.
         stuck = self._carrier.end(limit_s=limit_s)
         self._watchdog.leave()
         if stuck:

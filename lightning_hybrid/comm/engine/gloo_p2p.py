@@ -1,4 +1,4 @@
-"""Collectives over Gloo that send each message directly to its destination, in one round.
+"""Gloo collectives that send each message directly to its destination, in one round.
 
     reduce_to_first_    tensors of the other ranks -> the first rank, which adds them
     broadcast_          the first rank's tensor -> all other ranks
@@ -9,14 +9,14 @@
     all_to_all_         tensor r of every rank -> rank r, unchanged
 
 Each function is one round of messages, which are all in flight at the same time. It takes one
-latency, where a Gloo ring takes 2 to 4 (n - 1) latencies. Tensors are added in rank order, so that
-the result is bitwise equal on all ranks. 16-bit tensors are added in fp32 and rounded once, where
-Gloo rounds at every hop. However, n messages at a time compete for a slow link, so Gloo's ring is
-faster for large tensors between nodes (`between_nodes_form` chooses).
+latency, whereas a Gloo ring takes 2 to 4 (n - 1) latencies. Tensors are added in rank order, so
+that the result is bitwise equal on all ranks. 16-bit tensors are added in fp32 and rounded once,
+whereas Gloo rounds at every hop. However, n messages at a time compete for a slow link. Between
+nodes, Gloo's ring is therefore faster for large tensors. `between_nodes_form` makes the choice.
 
 Collective: every rank of the group must call these functions, in the same order, with tensors of
-the same size and dtype (1-D, contiguous, on the CPU). The group's timeout limits every wait. NCCL
-has better collectives of its own.
+the same size and dtype (1-D, contiguous, on the CPU). The group's timeout limits every wait. These
+functions are not used with NCCL, whose own collectives are better.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 
-# Each stage thread has its own scratch memory, so that collectives that run at the same time share none.
+# Each stage thread has its own scratch memory, because collectives run at the same time.
 _thread_local = threading.local()
 
 
 def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Reduce a tensor over the group in place, with the sum on the group's rank 0 only."""
+    """Reduce a tensor over the group in place, with the sum only on the group's rank 0."""
     rank = dist.get_rank(group)
     if rank != 0:
         _send(flat, 0, group).wait()
@@ -43,7 +43,7 @@ def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
     num_senders = dist.get_world_size(group) - 1
     rows = scratch("rows", num_senders * flat.numel(), flat.dtype).view(num_senders, flat.numel())
-    # All receives are posted before any is waited for, so that messages arrive at the same time.
+    # All receives are posted before the first wait, so that messages can arrive at the same time.
     arrivals = [_receive(row, sender, group) for sender, row in enumerate(rows, start=1)]
     _add_up([flat, *rows], [None, *arrivals], out=flat)
 
@@ -105,7 +105,7 @@ def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGN
 
 
 def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Gather shard r from each rank r on the group's rank 0, in place."""
+    """Gather the shards of all ranks on the group's rank 0, in place."""
     rank = dist.get_rank(group)
     works = []
     if rank != 0:
@@ -139,7 +139,7 @@ def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
 def all_to_all_(
     departures: Sequence[Tensor], arrivals: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Exchange tensors with every other rank r, sending `departures[r]` and receiving `arrivals[r]`."""
+    """Exchange tensors with all ranks: send `departures[r]` to rank r, and receive `arrivals[r]`."""
     peers = _peers(dist.get_rank(group), dist.get_world_size(group))
     works = [_receive(arrivals[peer], peer, group) for peer in peers if arrivals[peer].numel()]
     works += [_send(departures[peer], peer, group) for peer in peers if departures[peer].numel()]
@@ -161,7 +161,7 @@ def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Ten
 def _peers(rank: int, num_ranks: int) -> list[int]:
     """Return all other ranks in cyclic order, beginning with the next rank.
 
-    With this order, not all ranks send to the same rank first.
+    In this order, ranks do not all send to the same rank first.
     """
     return [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
 
@@ -187,12 +187,12 @@ def _add_up(
     out: Tensor,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add tensors in order, each as soon as it has been received, and write the sum to `out`.
+    """Add tensors in order, as they are received, and write the sum to `out`.
 
     Partial sums are kept in at least fp32, and rounded once. `out` may be one of the rows, so it is written
-    after all rows are added, and after `before_writing`.
+    after all rows are added, and after `before_writing` is called.
     """
-    if len(rows) == 2:  # One addition rounds once, in any dtype.
+    if len(rows) == 2:  # a single addition rounds once, in any dtype
         for work in arrivals:
             if work is not None:
                 work.wait()
@@ -213,10 +213,10 @@ def _add_up(
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a scratch buffer of this thread that is reused between calls with the same name.
+    """Return this thread's reusable scratch buffer with a given name.
 
-    New memory pages would take more time than the work in them. A buffer grows to the largest request for its name, and
-    never shrinks.
+    Buffers are reused, because allocating new memory pages takes more time than the computation. A buffer grows to the
+    largest request for its name, and never shrinks.
     """
     buffers: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Buckets in flight and their chunks, which all fail together at the first failure."""
+"""Buckets in flight with their chunks, and the latch that makes all buckets fail together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.trace import CommTrace
 
-# The last chunk of a step is copied to append the checksum. Above this size it is split first, so that only
+# The last chunk of a step is copied to append the checksum. If it is larger than this, it is split first, so that only
 # CHECKSUMMED_NUMEL elements are copied.
 CHECKSUMMED_BYTES_LIMIT = 4 * MIB
 CHECKSUMMED_NUMEL = 16 * KIB
@@ -38,8 +38,8 @@ class Chunk:
         bucket: Bucket that the chunk belongs to.
         part: Elements of the chunk, a view of the bucket.
         job: Job that the stages run, for `part` or for a copy of it with the checksum appended.
-        place: Description of the current stage, for messages.
-        checksum: Checksum of the order of buckets. None: no checksum is appended.
+        place: Description of the current stage, for error messages.
+        checksum: Checksum of the order of buckets to append, or None.
         is_last: Whether this is the last chunk of the step.
     """
 
@@ -57,14 +57,14 @@ class Chunk:
         return self.part.numel() * self.part.element_size()
 
     def begin(self, watchdog: Watchdog, copies: CopyPool) -> None:
-        """Prepare the chunk for its first stage by comparing the bucket between ranks and adding the checksum."""
+        """Compare the bucket between ranks if it is new, and append the checksum to the chunk."""
         self.bucket.compare_contents(watchdog)
         if self.checksum is not None:
             self._copy = copies.take(self.part, self.checksum)
             self.job.flat = self._copy.whole
 
     def end(self, copies: CopyPool) -> bool:
-        """Finish the chunk after its last stage, and return whether all chunks of the bucket are done.
+        """Verify the checksum after the last stage, and return whether all chunks of the bucket are done.
 
         Raises:
             OrderError: The checksum shows that ranks submitted different buckets.
@@ -88,18 +88,18 @@ class InFlightBucket:
         finish: Function applied to the sum.
         traffic: Bytes on the links of a node.
         adasum_numels: Number of elements of each tensor in `flat`, if Adasum combines them. Such a bucket is not split.
-        contents: Store key and text by which ranks compare a new bucket. None: the bucket is not new.
+        contents: Store key and text by which ranks compare a new bucket, or None if the bucket is not new.
         contents_of_step: Store key and text by which ranks compare a step, on CUDA, if its last bucket is not new.
         is_last: Whether this is the last bucket of its step.
-        is_in_update: Whether the bucket holds no gradients and the optimizer step waits for it. None: it holds no
-            gradients and the step does not wait.
-        num_owners: Number of ranks if each rank keeps only its own shard, because `two_level` ends before the gather.
-            0: every rank gets the whole sum.
-        is_coded: Whether a codec encodes the bucket between nodes. The checksum of the order then has a chunk of its
-            own, which is not encoded.
-        stage: Stage that errors name while the bucket is put on streams.
+        is_in_update: True if the bucket holds no gradients and the optimizer step waits for it, None if it holds no
+            gradients and the step does not wait, and False if it holds gradients.
+        num_owners: Number of ranks if each rank keeps only its own shard, because `two_level` ends before the gather,
+            or 0 if every rank gets the whole sum.
+        is_coded: Whether a codec encodes the bucket between nodes. If so, the checksum of the order has its own chunk,
+            which is not encoded.
+        stage: Stage that error messages name while the bucket is enqueued on streams.
         done: Future of the sum.
-        error: Error of all ranks. None: no failure.
+        error: Error message of all ranks, or None if there was no failure.
         cause: Exception behind the error, if it was raised on this rank.
         chunks: Chunks of the bucket.
         submitted_s: Time of the submission, in seconds of `monotonic`.
@@ -140,10 +140,10 @@ class InFlightBucket:
         Args:
             job: Function that creates the job of a chunk from the chunk's elements.
             num_chunks: Number of chunks.
-            checksum: Checksum to append to the last chunk. None: no checksum.
-            alignment: Number of elements at whose multiples chunks begin.
+            checksum: Checksum to append to the last chunk, or None.
+            alignment: Chunks begin at multiples of this number of elements.
         """
-        if self.num_owners:  # Every owner gets complete shards, as the caller has packed them.
+        if self.num_owners:  # every owner gets complete shards, as the caller has packed them
             alignment = SHARD_ALIGNMENT * self.num_owners
         parts = [self.flat]
         if num_chunks > 1:
@@ -153,10 +153,10 @@ class InFlightBucket:
         last_bytes = parts[-1].numel() * self.flat.element_size()
         is_last_long = last_bytes > CHECKSUMMED_BYTES_LIMIT and not self.adasum_numels
         if checksum is not None and self.is_coded:
-            # The checksum has a chunk of its own, which holds no elements of the bucket.
+            # The checksum has its own chunk, which holds no elements of the bucket.
             parts.append(self.flat[self.flat.numel() :])
         elif checksum is not None and is_last_long:
-            # The chunk with the checksum is copied. An additional short message takes less time than a long copy.
+            # The chunk with the checksum is copied. An additional short message takes less time than copying more.
             numel_before = parts[-1].numel() - CHECKSUMMED_NUMEL
             parts[-1:] = parts[-1].split([numel_before, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
@@ -169,7 +169,7 @@ class InFlightBucket:
     @property
     def place(self) -> str:
         """Description of the bucket's current stage, for error messages."""
-        # A chunk inside a collective tells more about a hang than a chunk that waits behind it.
+        # A chunk inside a collective is more relevant for a hang than a chunk that waits behind it.
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
         chunk = (inside or waiting or self.chunks)[0]
@@ -183,12 +183,12 @@ class InFlightBucket:
     def compare_contents(self, watchdog: Watchdog) -> None:
         """Check once that all ranks submitted the same bucket, if the bucket is new.
 
-        Other threads of this rank that handle the bucket wait meanwhile.
+        In the meantime, other threads of this rank that process the bucket wait.
 
         Raises:
             OrderError: Another rank submitted a different bucket.
         """
-        # This happens before the first byte is sent, because Gloo ends the process by abort() if sizes differ.
+        # This precedes the first message, because Gloo calls abort() if sizes differ, which ends the process.
         if self.contents is not None:
             with self._lock:
                 # Another column's thread may have compared it before this thread got the lock.
@@ -197,17 +197,17 @@ class InFlightBucket:
                     self.contents = None
 
     def compare_step(self, watchdog: Watchdog) -> None:
-        """Check that all ranks submitted the same buckets in a finished step, if this step is to be compared.
+        """Check that all ranks submitted the same buckets, if this step was selected for comparison.
 
         Raises:
             OrderError: Another rank submitted different buckets, or the same buckets in a different order.
         """
-        # The whole step has been submitted, so no rank waits for this one while it reports.
+        # The whole step has been submitted, so no rank waits for this rank during the comparison.
         if self.contents_of_step is not None:
             _compare(self.contents_of_step, watchdog)
 
     def chunk_done(self) -> bool:
-        """Count one chunk as done, and return whether it was the last one."""
+        """Count a chunk as done, and return whether it was the last chunk of the bucket."""
         with self._lock:
             self._num_open -= 1
             return self._num_open == 0
@@ -218,11 +218,14 @@ class InFlightBucket:
         if latch.remove(self):
             trace.end(self.plan, self.traced_s, self.traffic)
             self.done.set_result(result)
-            # Chunks refer to the bucket. Without this, the garbage collector would free the gradients later.
+            # Chunks and bucket refer to each other. This breaks the cycle, so that gradients are freed at once.
             self.chunks.clear()
 
     def result(self, done: Future) -> Tensor:
-        """Return the finished sum, or raise the bucket's error (a callback for `Future.then`)."""
+        """Return the value of a completed future, or raise the bucket's error.
+
+        This is a callback for `Future.then`.
+        """
         if self.error is not None:
             raise RuntimeError(self.error) from self.cause
         return done.value()
@@ -231,11 +234,11 @@ class InFlightBucket:
         """Complete the bucket's future so that it raises an error."""
         self.error = error
         self.cause = cause
-        # `result` raises the error. With `set_exception`, DDP would report a failed cast instead of it.
+        # `result` raises the error. With `set_exception`, DDP would report a failed cast instead of the error.
         self.done.set_result(None)
 
     def failed_in(self, stage: str, cause: Exception) -> str:
-        """Return an error message which states that this rank failed in a stage of the all-reduce."""
+        """Return the error message for a failure of this rank in a stage of the all-reduce."""
         reason = f"{type(cause).__name__}: {cause}"
         if isinstance(cause, OrderError):
             reason = str(cause)
@@ -245,9 +248,9 @@ class InFlightBucket:
         )
 
     def release_tensors(self) -> None:
-        """Drop the references to all tensors of a bucket whose work is queued on the streams."""
-        # They may be released before the device is done, because `record_stream` tells the allocator which streams use
-        # them.
+        """Drop all references to tensors, once the work of the bucket is queued on the streams."""
+        # This is allowed before the device is done, because `record_stream` tells the allocator which streams use the
+        # tensors.
         for chunk in self.chunks:
             chunk.part = _NOTHING
             chunk.job.flat = _NOTHING
@@ -268,23 +271,23 @@ def _unchanged(flat: Tensor) -> Tensor:
 
 
 class FailureLatch:
-    """Registry of buckets in flight, which all fail with the first error on any rank.
+    """Registry of buckets in flight that makes all of them fail at the first error on any rank.
 
-    Later failures have no effect. The engine, its threads or streams, and the watchdog share one latch, so they need no
-    callbacks into each other.
+    Later failures have no effect. The engine, its threads or streams, and the watchdog share one latch, so that they do
+    not need callbacks into each other.
 
     Args:
         order: Order of the submitted buckets.
 
     Attributes:
-        error: Error of all ranks, or an empty string.
+        error: Error message of all ranks, or an empty string.
         cause: Exception behind the error, if it was raised on this rank.
         lock: Lock that protects `in_flight`, `error` and the order of submissions. No code waits while holding it.
         look: Function that queries the progress of the device and returns the seconds for which the device has waited.
-            Used on CUDA only.
-        give_up: Function that ends the communication of failed buckets. `trip` calls it once, without the lock.
+            Used only on CUDA.
+        give_up: Function that ends the communication of failed buckets. `trip` calls it once, without holding the lock.
         in_flight: Buckets in flight, in the order of submission.
-        waited: Position in the code at which a collective of other code failed, because it waited for other ranks.
+        waited: Code location at which a collective of other code failed, because it waited for other ranks.
     """
 
     def __init__(self, order: BucketOrder) -> None:
@@ -300,7 +303,7 @@ class FailureLatch:
         self._device_s = 0.0  # seconds since the device made progress
 
     def remove(self, bucket: InFlightBucket) -> bool:
-        """Remove an averaged bucket, and return whether it was still in flight."""
+        """Remove an averaged bucket from the registry, and return whether it was still in flight."""
         with self.lock:
             is_there = bucket in self.in_flight
             self.in_flight.pop(bucket, None)
@@ -317,22 +320,23 @@ class FailureLatch:
                 self.cause = cause
             lost = list(self.in_flight)
             self.in_flight = {}
-            # The error is set at once, because another thread may be about to put a bucket on the streams.
+            # The error is set at once, because another thread may be about to enqueue a bucket on the streams.
             for bucket in lost:
                 bucket.error = self.error
                 bucket.cause = self.cause
-        # Not under the lock: on CUDA this waits for communicators to end, and other threads need the status meanwhile.
+        # The lock must not be held here. On CUDA this waits for communicators to end, and in the meantime other threads
+        # need the status.
         self.give_up(lost)
         for bucket in lost:
             bucket.fail(self.error, self.cause)
 
     def raise_if_tripped(self) -> None:
-        """Raise the error that is common to all ranks if there was a failure."""
+        """Raise the error shared by all ranks if there was a failure."""
         if self.error:
             raise RuntimeError(self.error) from self.cause
 
     def status(self) -> RankStatus:
-        """Return the progress and current activity of this rank, for the diagnosis of a failure."""
+        """Return the communication progress and current activity of this rank, for a diagnosis."""
         place, is_inside = place_of(self._caller)
         with self.lock:
             oldest = next(iter(self.in_flight), None)
@@ -354,9 +358,9 @@ class FailureLatch:
             )
 
     def stalled_s(self) -> float:
-        """Return the age in seconds of the oldest bucket in flight.
+        """Return how long the oldest bucket has been in flight, in seconds.
 
-        If there is none, return for how long the device has waited, which is 0 if it makes progress.
+        If no bucket is in flight, return how long the device has made no progress, or 0 if it makes progress.
         """
         self._device_s = self.look()
         with self.lock:

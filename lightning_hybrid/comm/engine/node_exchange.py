@@ -1,4 +1,4 @@
-"""Collectives of a sharded optimizer update, for block sums, weights and optimizer state.
+"""Collectives of a sharded optimizer update, for reductions, weights and optimizer state.
 
     add_up_           flat <- sum of flat over the ranks                        sums of blocks, on every rank
     gather_           shard r of flat <- shard of sharer r, on every rank       weights after the update
@@ -19,13 +19,13 @@ from torch import Tensor
 from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.engine.job import Job
 
-# torch 2.13 renames both functions, and warns at every call by the old names. torch 2.11 and 2.12 have only the old
-# names.
+# torch 2.13 has new names for both functions, and warns at every call of the old names. torch 2.11 and 2.12 have only
+# the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 PART_ALIGNMENT = 128
-"""Number of elements at whose multiples the parts of `flat` begin, as the backend and `gloo_p2p` require."""
+"""Alignment of the shards of `flat`, in elements, as required by the backend and by `gloo_p2p`."""
 
 
 def add_up_(job: Job, group: dist.ProcessGroup) -> None:
@@ -34,12 +34,12 @@ def add_up_(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def gather_(job: Job, group: dist.ProcessGroup) -> None:
-    """All-gather the job's tensor within the node, where each rank contributes its own shard."""
+    """All-gather the job's tensor within the node, with one shard from each rank."""
     _gather(job.flat, job, group)
 
 
 def gather_across_(job: Job, group: dist.ProcessGroup) -> None:
-    """All-gather this rank's shard over the ranks with the same local rank on all nodes."""
+    """All-gather this rank's shard of the node over the ranks with the same local rank."""
     shards = job.flat.chunk(len(job.topology.node))
     _gather(shards[job.topology.local_rank], job, group)
 
@@ -65,7 +65,7 @@ def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:
-    """Gather the shards of all ranks on the group's first rank, in the job's tensor."""
+    """Gather the shards of all ranks into the job's tensor on the group's first rank."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     topology = job.topology

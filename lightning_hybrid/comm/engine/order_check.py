@@ -1,15 +1,16 @@
-"""Check that all ranks submit the same buckets in the same order.
+"""Verification that all ranks submit the same buckets in the same order.
 
 Gloo matches collectives only by their order. If two ranks submit two buckets of equal size in different order, Gloo
-silently adds different buckets. So every rank keeps a rolling hash of the buckets that it submitted. The 64 bits b of
-the hash are appended to the last bucket of a step, as a checksum of 128 elements that are 0 or 1:
+silently adds different buckets. To detect this, every rank computes a rolling hash of the buckets that it has
+submitted. The 64 bits b of the hash are appended to the last bucket of a step, as a checksum of 128 elements that are
+0 or 1:
 
     copy = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 where this rank's element is 0
 
-If two ranks differ in a bit, each rank finds a 1 of one of them at a position where its own element is 0. Sums of zeros
-are exact in any dtype. The check needs no message of its own, but it copies one chunk.
+If two ranks differ in a bit, every rank finds a non-zero sum at a position where its own element is 0. Sums of zeros
+are exact in any dtype. The check does not need an additional message, but it copies one chunk.
 
-On CUDA the check would need a message of its own, so there ranks compare their hashes through the store in some steps.
+On CUDA, an additional message would be needed. Instead, ranks compare their hashes through the store in some steps.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ NUM_BITS = 64
 NUM_CHECKSUM_ELEMENTS = 2 * NUM_BITS
 _MASK = (1 << NUM_BITS) - 1
 
-# Number of recent buckets that a rank remembers, so that an error can name the first difference.
+# Number of recent buckets that a rank stores, so that an error can name the first difference.
 NUM_RECENT = 64
 
-# On CUDA ranks compare new buckets, the first steps, and later steps at growing intervals. The order changes when
+# On CUDA, ranks compare new buckets, the first steps, and later steps at growing intervals. The order changes when
 # DistributedDataParallel rebuilds its buckets after the first step, or when the plan changes. The hash covers all
-# previous steps, so that none is left out.
+# previous steps, so every difference is detected eventually.
 NUM_COMPARED_STEPS = 8
 MOST_STEPS_BETWEEN = 1024
 
-# Maximum number of sizes of which a pool holds copies. Before DistributedDataParallel rebuilds its buckets there are
-# two.
+# Maximum number of different sizes of buffers in a pool. Two sizes are in use before DistributedDataParallel rebuilds
+# its buckets.
 MOST_SIZES_IN_POOL = 4
 
 
 class RollingHash:
-    """64-bit rolling hash of a sequence of strings, which depends on their order.
+    """64-bit rolling hash that depends on a sequence of strings and their order.
 
     >>> first, second = RollingHash(), RollingHash()
     >>> for record in ("a", "b"): first.add(record)
@@ -57,8 +58,8 @@ class RollingHash:
 
     def add(self, record: str) -> None:
         """Update the hash with one more record."""
-        # The previous hash is the key, so that the order of records counts. Python's `hash()` differs between
-        # processes.
+        # The previous hash is the key, so that the result depends on the order of records. Python's `hash()` differs
+        # between processes.
         digest = hashlib.blake2b(
             record.encode(), digest_size=8, key=self.value.to_bytes(8, "little")
         ).digest()
@@ -82,10 +83,12 @@ class BucketOrder:
         self.recent: deque[str] = deque(maxlen=NUM_RECENT)
         self._all = RollingHash()
         self._step = RollingHash()
-        self._compared: set[int] = set()  # hashes of the beginnings of steps
+        self._compared: set[int] = (
+            set()
+        )  # hashes of the bucket sequences with which steps have begun
 
     def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
-        """Append a bucket, and return its record if ranks must compare it, else None.
+        """Record a submitted bucket, and return its record if ranks must compare it, else None.
 
         Ranks must compare a bucket if no earlier step began with the same buckets.
 
@@ -138,10 +141,10 @@ class BucketOrder:
 
 
 class ChecksummedCopy:
-    """Reusable buffer that holds a copy of a tensor, followed by a checksum.
+    """Reusable buffer for a copy of a tensor that is followed by a checksum.
 
     Attributes:
-        whole: Tensor to sum, of `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype`.
+        whole: Tensor to all-reduce, with `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype`.
         body: Copy of the tensor, a view of `whole`.
 
     >>> equal = [ChecksummedCopy(3, torch.float32) for _ in range(2)]
@@ -162,12 +165,12 @@ class ChecksummedCopy:
         self._checksum.copy_(_elements(value))
 
     def is_wrong(self, value: int) -> bool:
-        """Return whether the reduced checksum shows that another rank's checksum differs from this rank's.
+        """Return whether the all-reduced checksum reveals a different checksum on another rank.
 
         `value` is the number from which this rank's checksum was computed.
         """
         # This counts the ones of other ranks at positions where this rank's element is 0. They cannot cancel out,
-        # because none is negative.
+        # because no element is negative.
         return bool(self._checksum.dot(_elements(~value).to(self._checksum.dtype)))
 
 
@@ -182,7 +185,7 @@ class CopyPool:
         self._lock = threading.Lock()
 
     def take(self, part: Tensor, value: int) -> ChecksummedCopy:
-        """Return a buffer with a copy of a tensor, followed by the checksum of `value`."""
+        """Take a buffer from the pool, and fill it with a tensor and the checksum of `value`."""
         copy = None
         with self._lock:
             free = self._free.get((part.numel(), part.dtype))
@@ -197,14 +200,15 @@ class CopyPool:
         """Return a buffer to the pool for reuse."""
         key = (copy.body.numel(), copy.body.dtype)
         with self._lock:
-            # Sizes change with the plan and when DDP rebuilds its buckets, and old ones must not stay forever.
+            # Sizes change when the plan changes and when DDP rebuilds its buckets. Buffers of old sizes must not stay
+            # in memory forever.
             if key not in self._free and len(self._free) >= MOST_SIZES_IN_POOL:
                 self._free.clear()
             self._free.setdefault(key, []).append(copy)
 
 
 def _elements(value: int) -> Tensor:
-    """Return the 64 lowest bits of `value` and their complements as a `uint8` tensor of zeros and ones.
+    """Return the 64 lowest bits of `value`, followed by their complements, as a `uint8` tensor.
 
     The lowest bit comes first.
 

@@ -20,14 +20,14 @@ class CommGroups:
     The groups are created stage by stage, and are destroyed together.
 
     Args:
-        topology: Topology seen from this rank, or the sets of ranks if each set has an engine of its own.
+        topology: Topology from the perspective of this rank, or the sets of ranks if each set has its own engine.
         timeout: Time limit of every collective. `dist.new_group` does not inherit the default group's timeout.
         share: Whether stages with the same ranks use one group, and the default group is used for all ranks. This saves
             communicators, which take hundreds of MiB each. It requires that one thread issues all collectives in one
             order, as with CUDA streams.
 
     Attributes:
-        by_stage: Process group of this rank for each stage. None: there is no other rank to communicate with.
+        by_stage: Process group of this rank for each stage, or None if there is no other rank to communicate with.
     """
 
     def __init__(
@@ -37,19 +37,20 @@ class CommGroups:
         self._timeout = timeout
         self._share = share
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
-        # By the ranks of a group. None: the group exists, and this rank is not in it.
+        # Groups by their ranks. The value is None if the group exists but does not include this rank.
         self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        # Each stage has its own groups. Gloo would match collectives of two stages on one group by their order, and
-        # silently add the wrong tensors.
+        # Each stage has its own groups. Gloo matches collectives only by their order. If two stages shared a group, it
+        # could silently add the wrong tensors.
         self._owned: list[dist.ProcessGroup] = []
         all_ranks = tuple(range(topology.world_size))
-        # With the default group, DDP's own collectives, such as that of `find_unused_parameters`, are in one order with
-        # our sums on the device as well. NCCL requires this of communicators that are in use at the same time.
+        # If the default group is used, our all-reduces and DDP's own collectives, such as that of
+        # `find_unused_parameters`, are in the same order on the device. NCCL requires this of communicators that are in
+        # use at the same time.
         if share and dist.is_initialized() and dist.get_world_size() == len(all_ranks):
             self._built[all_ranks] = dist.distributed_c10d._get_default_group()
 
     def add(self, scopes: Mapping[str, Scope]) -> None:
-        """Create process groups for the named stages that have none yet.
+        """Create process groups for those of the named stages that do not have groups yet.
 
         Collective: every rank must call it with the same stages, in the same order.
         """
@@ -77,8 +78,8 @@ class CommGroups:
 
         The group is None for sets that do not contain this rank.
         """
-        # The default group is split once if it is bound to a device. Otherwise all ranks create one group after the
-        # other. The type is `Any`, because torch 2.15 types a result as a group or a number that means no group.
+        # The default group is split once if it is bound to a device. Otherwise, all ranks create one group after the
+        # other. The type is `Any`, because torch 2.15 types a result as a group, or a number that means no group.
         split: Any = None
         uses_split = self._share and bool(missing) and _can_be_split()
         if uses_split:
@@ -99,16 +100,16 @@ class CommGroups:
         return groups
 
     def abort(self, *, limit_s: float) -> list[str]:
-        """Abort all GPU communicators of this process, and return the names of groups that do not end in time.
+        """Abort all GPU communicators of this process, and return the names of groups that are stuck.
 
-        The time limit is `limit_s` seconds.
+        A group is stuck if its abort takes longer than `limit_s` seconds.
         """
         return abort_all(limit_s=limit_s)
 
     def destroy(self) -> None:
         """Destroy all process groups that this object has created.
 
-        It may be called again, and after the default group was destroyed.
+        The method may be called repeatedly, and after the default group was destroyed.
         """
         for group in self._give_up():
             destroy(group)
@@ -126,13 +127,13 @@ class CommGroups:
         return owned
 
     def destroy_stage(self, stage: str) -> None:
-        """Destroy the process group of one stage, so that ranks which wait in its collectives get an error.
+        """Destroy the process group of one stage, which unblocks waiting ranks with an error.
 
         The group must not be shared with other stages.
         """
         group = self.by_stage.get(stage)
         self.by_stage[stage] = None
-        # A group ends with its last reference.
+        # A group is destroyed when its last reference is dropped.
         self._built = {
             ranks: other_group
             for ranks, other_group in self._built.items()
@@ -146,7 +147,9 @@ class CommGroups:
 def own_group(
     sets: Sequence[Sequence[int]], *, timeout: timedelta | None, desc: str, **options: Any
 ) -> Any:
-    """Create a process group for each set of a partition of all ranks, and return this rank's group.
+    """Create a process group for each set of ranks, and return the group of this rank's set.
+
+    The sets are a partition of all ranks.
 
     Collective: every rank must call it, in the same order.
     """
@@ -163,12 +166,12 @@ def own_group(
 
 
 def _can_be_split() -> bool:
-    # torch splits a communicator only if the default group is bound to a device, and has no public query for it.
+    # torch splits a communicator only if the default group is bound to a device. There is no public API to check this.
     default = dist.distributed_c10d._get_default_group()
     if default.bound_device_id is None or not torch.cuda.is_available():
         return False
-    # Gloo reports that it can be split. But torch 2.13 gives its splits names that differ between ranks, which then
-    # wait for each other forever, and `new_group` with another backend calls a method that Gloo does not have.
+    # Gloo reports that it can be split. But in torch 2.13 the names of the splits differ between ranks, which then wait
+    # for each other forever, and `new_group` with another backend calls a method that Gloo does not have.
     if is_on_hosts(default):
         return False
     return bool(default._get_backend(torch.device("cuda")).supports_splitting)
@@ -177,7 +180,7 @@ def _can_be_split() -> bool:
 def new_node_group(
     topology: Topology, *, timeout: timedelta | None, desc: str
 ) -> dist.ProcessGroup:
-    """Create a process group for each node, and return the group of this rank's node.
+    """Create a process group for every node, and return the group of this rank's node.
 
     Collective: every rank must call it, in the same order.
     """
@@ -193,11 +196,11 @@ def destroy(group: dist.ProcessGroup) -> None:
 
 
 def end_group(group: dist.ProcessGroup, *, is_aborted: bool) -> None:
-    """Destroy a process group, without waiting for it if a failure has aborted it.
+    """Destroy a process group, without waiting if it was aborted after a failure.
 
     Args:
         group: Process group to destroy.
-        is_aborted: Whether a failure has aborted the group, as it does with all communicators on CUDA.
+        is_aborted: Whether the group was aborted, as all communicators on CUDA are after a failure.
     """
     if is_aborted:
         forget(group)

@@ -1,12 +1,12 @@
-"""Threads that run the all-reduce stages on the CPU, as a pipeline of queues.
+"""Pipeline of threads and queues that runs the all-reduce stages on the CPU.
 
 Each stage has a queue, a thread and a process group in every column:
 
     column 0    [reduce] -> [ring] -> [broadcast]          chunks 0, 2, 4, ...
     column 1    [reduce] -> [ring] -> [broadcast]          chunks 1, 3, 5, ...
 
-A stage thread has one predecessor. So the order of its queue, and the order of collectives on its group, is the order
-of submission, which is the same on every rank. Columns share nothing, so they need no order relative to each other.
+A stage thread has only one predecessor. Therefore the order of its queue, and of the collectives on its group, is the
+order of submission, which is the same on every rank. Columns share nothing, so their relative order does not matter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_hybrid.comm.stats.trace import CommTrace
 
 @dataclass(eq=False)
 class StageThread:
-    """Worker thread of one all-reduce stage, with the queue of chunks to process.
+    """Worker thread of one all-reduce stage, with its queue of chunks.
 
     A column is one of several independent pipelines, over which chunks are distributed.
 
@@ -46,8 +46,8 @@ class StageThread:
         successor: Thread of the next stage.
         num_put: Number of chunks put into the queue. Only one thread writes it, so it needs no lock.
         num_done: Number of chunks done. Only one thread writes it, so it needs no lock.
-        is_inside: Whether a thread, this one or its predecessor, is in the stage or about to enter it.
-        queue: Chunks to process. None ends the thread, and then its successor.
+        is_inside: Whether this thread or its predecessor is in the stage or about to enter it.
+        queue: Chunks to process. The item None stops the thread, and then its successor.
         thread: Thread that runs the stage.
     """
 
@@ -99,12 +99,16 @@ class StageThreads:
         latch.give_up = self._give_up
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Start the stage threads of each algorithm, with one set of threads for each set of process groups."""
+        """Start the stage threads of each algorithm.
+
+        Args:
+            columns: Number of sets of process groups for each algorithm. Each set has its own threads.
+        """
         for algorithm, num_columns in columns.items():
             self._columns[algorithm] = [
                 self._start(algorithm, column) for column in range(num_columns)
             ]
-            # The count begins at zero on every rank, because all ranks must put a chunk into the same column.
+            # The count starts at zero on every rank, because all ranks must put a chunk into the same column.
             self._num_put[algorithm] = 0
 
     def _start(self, algorithm: Algorithm, column: int) -> list[StageThread]:
@@ -118,7 +122,7 @@ class StageThreads:
             stage_thread.is_first = index == 0
             if index + 1 < len(stage_threads):
                 stage_thread.successor = stage_threads[index + 1]
-            # A daemon thread that hangs in a collective does not keep the process from ending.
+            # A daemon thread that hangs in a collective does not prevent the process from exiting.
             name = f"comm-{stage_thread.group_name}"
             stage_thread.thread = threading.Thread(
                 target=self._serve, args=(stage_thread,), name=name, daemon=True
@@ -129,9 +133,9 @@ class StageThreads:
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Split a bucket into chunks, and distribute them round-robin over the queues of the stage threads.
+        """Split a bucket into chunks, and put them into the queues of the stage threads in turn.
 
-        It must be called in the order of submission.
+        The method must be called in the order of submission.
         """
         alignment = ALIGNMENT
         if bucket.is_coded:
@@ -147,12 +151,12 @@ class StageThreads:
         for chunk in bucket.chunks:
             column = columns[self._num_put[bucket.plan.algorithm] % len(columns)]
             self._num_put[bucket.plan.algorithm] += 1
-            if column:  # It is empty if there is only one rank.
+            if column:  # empty if there is only one rank
                 column[0].put(chunk)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
         """Return the future of a bucket that `accept` has queued."""
-        # The error is raised in `then`, so that DDP gets our error.
+        # The error is raised in `then`, so that DDP receives our error.
         future = bucket.done.then(bucket.result)
         is_single_rank = not self._columns[bucket.plan.algorithm][0]
         if is_single_rank:
@@ -161,16 +165,17 @@ class StageThreads:
         return future
 
     def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        # The buckets are only counted, because threads inside a Gloo collective stay there until their groups end.
+        # The buckets are only counted, because threads inside a Gloo collective cannot leave it before their groups are
+        # destroyed.
         for _ in lost:
             self._trace.end()
 
     def _serve(self, stage_thread: StageThread) -> None:
         for chunk in iter(stage_thread.queue.get, None):
             self._pass_through(stage_thread, chunk)
-            # Counted after the chunk was passed on, so that equal counts mean an idle stage.
+            # This follows after the chunk was passed on, so that equal counts mean that the stage is idle.
             stage_thread.num_done += 1
-            del chunk  # A waiting thread must not keep gradients alive.
+            del chunk  # a waiting thread must not keep gradients alive
         if stage_thread.successor is not None:
             stage_thread.successor.queue.put(None)
 
@@ -183,8 +188,9 @@ class StageThreads:
             self._end_chunk(chunk)
             return
         chunk.place = f"waiting for stage `{successor.stage.name}`"
-        # The step waits for its last chunk, and waking another thread takes time. So if the next stage is idle, this
-        # thread runs it. No other chunk follows in the step, so no other thread runs that stage meanwhile.
+        # The step waits for its last chunk, and waking another thread takes time. If the next stage is idle, this
+        # thread therefore runs it. No other chunk follows in the step, so no other thread runs that stage at the same
+        # time.
         is_successor_idle = successor.num_put == successor.num_done
         if chunk.is_last and is_successor_idle:
             self._pass_through(successor, chunk)
@@ -193,7 +199,7 @@ class StageThreads:
 
     def _has_run(self, stage_thread: StageThread, chunk: Chunk) -> bool:
         """Run a stage unless the engine has failed, and return whether the stage succeeded."""
-        # Set before the check for failures, because after a failure the group of an idle stage is freed.
+        # This is set before the check for failures, because the group of an idle stage is freed after a failure.
         stage_thread.is_inside = True
         if self._latch.error:
             stage_thread.is_inside = False
@@ -208,7 +214,7 @@ class StageThreads:
                 chunk.begin(self._watchdog, self._copies)
             run_stage(stage, chunk.job, self._groups.by_stage[stage_thread.group_name])
         except Exception as error:
-            # The frames hold the group, and other ranks are released when the group is freed.
+            # The frames hold a reference to the group. Other ranks are unblocked when the group is freed.
             traceback.clear_frames(error.__traceback__)
             self._fail(chunk, stage.name, error)
             return False
@@ -233,13 +239,13 @@ class StageThreads:
         self._watchdog.report(chunk.bucket.failed_in(stage, error), error)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Stop the stage threads, destroy their process groups, and return the names of stages that do not stop.
+        """Stop all threads, destroy their process groups, and return the names of stages that are stuck.
 
         Without a failure, the threads process all chunks in their queues first.
 
         Args:
-            limit_s: Function that returns how many seconds from now a stage may still be waited for. It is called
-                repeatedly, because a failure shortens the limit.
+            limit_s: Function that returns the remaining time limit in seconds. It is called repeatedly, because a
+                failure shortens the limit.
         """
         stage_threads: list[StageThread] = []
         for columns in self._columns.values():
@@ -255,11 +261,11 @@ class StageThreads:
             if waiting is None:
                 break
             if self._latch.error:
-                if not has_ended_all:  # A predecessor that hangs would never pass on the None.
+                if not has_ended_all:  # a predecessor that hangs would never pass on the None
                     for stage_thread in stage_threads:
                         stage_thread.queue.put(None)
                     has_ended_all = True
-                # A group is freed as soon as its thread has left it, which releases the ranks that wait there.
+                # A group is freed as soon as its thread has left it, which unblocks the ranks that wait in it.
                 for stage_thread in stage_threads:
                     if not stage_thread.is_alive and not stage_thread.is_inside:
                         self._groups.destroy_stage(stage_thread.group_name)
@@ -268,6 +274,6 @@ class StageThreads:
                 waiting.thread.join(0.02)
 
         stuck = [thread.group_name for thread in stage_threads if thread.is_alive]
-        if not stuck:  # A thread that is stuck still needs its group.
+        if not stuck:  # a thread that is stuck still needs its group
             self._groups.destroy()
         return stuck

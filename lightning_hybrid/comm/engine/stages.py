@@ -1,22 +1,23 @@
-"""Four all-reduce algorithms for flat tensors, each implemented as a sequence of stages.
+"""All-reduce algorithms for flat tensors, each implemented as a sequence of stages.
 
     flat            all_reduce
     parallel_flat   parallel_all_reduce, of chunks in several groups at the same time
     hierarchical    reduce to the node's leader -> ring of the leaders -> broadcast to the node's other ranks
     two_level       scatter_reduce, one shard per rank of a node -> shard_all_reduce over equal local ranks -> gather
 
-`hierarchical` is the algorithm of Jia et al. 2018 (arXiv:1807.11205). With k ranks per node and P ranks it takes
-4 (k - 1) + 2 (P / k - 1) hops, where a ring takes 2 (P - 1), but all bytes leave a node through its leader.
-`two_level` moves equally few bytes between nodes, and every rank's link carries 1 / k of them.
+`hierarchical` is the algorithm of Jia et al. 2018 (arXiv:1807.11205). With k ranks per node and P ranks in total, it
+takes 4 (k - 1) + 2 (P / k - 1) hops, compared with 2 (P - 1) in a ring. However, all bytes leave a node through its
+leader. `two_level` sends equally few bytes between nodes, and every rank's link carries 1 / k of them.
 
-`flat` is the backend's own all-reduce. On CUDA the other stages are collectives of the backend as well, which add in
-the tensor's dtype, both inside the node and between nodes. On the CPU the other stages are our own messages over Gloo
-(gloo_p2p.py), which add 16-bit tensors in fp32. So the accuracy of sums on CPUs does not hold on CUDA. The messages
-between nodes depend on the size of a chunk (`bucket_layout.between_nodes_form`), or are encoded (coded_sum.py).
+`flat` is the backend's own all-reduce. On CUDA, the other stages are also collectives of the backend, which add in the
+tensor's dtype, both inside the node and between nodes. On the CPU, the other stages are our own messages over Gloo
+(gloo_p2p.py), which add 16-bit tensors in fp32. Therefore the accuracy of sums on CPUs does not apply to CUDA. The
+message pattern between nodes depends on the size of a chunk (`bucket_layout.between_nodes_form`). With a codec,
+messages are encoded (coded_sum.py).
 
-Stages only share the `Job` that one passes to the next, so that an engine can run stages of successive tensors at the
-same time. Each stage is collective: every rank of its group must call it, in the same order. It works in place. After
-the last stage the tensor is bitwise equal on all ranks.
+Stages share only the `Job`, which each stage passes to the next, so that an engine can run stages of successive tensors
+at the same time. Each stage is collective: every rank of its group must call it, in the same order. It works in place.
+After the last stage, the tensor is bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Stage:
     """One stage of an all-reduce algorithm, such as the reduction inside a node.
 
     Args:
-        name: Name, which is unique over all algorithms. So a stage has one predecessor, and therefore one order of jobs
-            on every rank.
+        name: Name, which is unique over all algorithms. A stage therefore has only one predecessor, and the same order
+            of jobs on every rank.
         scope: Ranks that communicate with each other.
         run: Function that processes a job over a group.
     """
@@ -59,7 +60,8 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
-    # The choice by size is made for one rank on each node. With several ranks, links inside and between nodes mix.
+    # Only groups with one rank per node choose by size. With several ranks per node, links inside and between nodes
+    # would be mixed.
     all_reduce = _ring
     if job.topology.ranks_per_node == 1:
         all_reduce = _all_reduce_by_bytes
@@ -86,14 +88,14 @@ def _sum_across_(
         nodes = job.topology.nodes
         sender = dist.get_rank(group)
         if dist.get_world_size(group) == len(nodes):
-            # The noise depends on the node only, so it is equal for all algorithms in which a node sends one message.
+            # The noise depends only on the node, so it is equal for all algorithms in which a node sends one message.
             sender = nodes.index(job.topology.node)
         blocks = job.blocks.since(job.shard_begin)
         sum_coded_(flat, blocks, group, sender=sender, by_backend=job.by_backend)
         return
 
     if job.by_backend:
-        all_reduce = _ring  # NCCL chooses the form of its messages itself.
+        all_reduce = _ring  # NCCL chooses its own message pattern
     # Each rank of the group owns a sub-shard of the shard.
     if job.num_owners > len(job.topology.node):
         all_reduce = gloo_p2p.scatter_reduce_
@@ -103,7 +105,7 @@ def _sum_across_(
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
         return
-    wire = flat.to(dtype)  # A copy, because the tensor keeps its dtype inside the node.
+    wire = flat.to(dtype)  # a copy, because the tensor keeps its dtype inside the node
     all_reduce(wire, group)
     flat.copy_(wire)
 
@@ -156,7 +158,7 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     padded = job.flat
     if numel_missing > 0:
         # The backend requires shards of equal size. Only a bucket's last chunk is copied here, because the engine
-        # splits a bucket so that the other chunks fit.
+        # splits buckets so that all other chunks have a suitable size.
         padded = torch.nn.functional.pad(job.flat, (0, numel_missing))
     job.shard = job.flat.new_empty(numel_shard)
     node_exchange.reduce_scatter(job.shard, padded, group=group)
@@ -166,13 +168,13 @@ def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
     shard = job.shard
     if shard is None:
         shard = job.flat
-    if shard.numel() > 0:  # A small tensor may have no shard for this rank.
+    if shard.numel() > 0:  # a small tensor may have no shard for this rank
         _sum_across_(shard, job, group, _all_reduce_by_bytes)
 
 
 def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     shard = job.shard
-    job.shard = None  # Its memory is free after this stage.
+    job.shard = None  # frees the memory after this stage
     if shard is None:
         raise RuntimeError(
             "The gather stage ran before the scatter stage. This is a bug in lightning_hybrid. Please report it."
@@ -208,7 +210,7 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     ),
 }
 
-# Exchanges of a sharded update, between the ranks of a node or all ranks.
+# Collectives of a sharded update, between the ranks of a node or between all ranks.
 EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
     "node_sum": (Stage(name="add_up", scope="node", run=node_exchange.add_up_),),
     "node_gather": (Stage(name="gather_weights", scope="node", run=node_exchange.gather_),),
@@ -225,21 +227,21 @@ EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
 
 
 def stages_by_name(name: Any) -> tuple[Stage, ...]:
-    """Return the stages of an all-reduce algorithm, or of a collective of a sharded update."""
+    """Look up the stages of an all-reduce algorithm or of a collective of a sharded update."""
     if name in EXCHANGES:
         return EXCHANGES[name]
     return STAGES[name]
 
 
 def group_name(stage: Stage, column: int = 0) -> str:
-    """Return the name of a stage's process groups, with a numeric suffix for every set after the first."""
+    """Return the name of a stage's process group in one of several independent sets of groups."""
     if column == 0:
         return stage.name
     return f"{stage.name}.{column}"
 
 
 def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
-    """Map the names of the process groups of several algorithms to the scopes of their stages.
+    """Map the process groups of several algorithms, by name, to the scopes of their ranks.
 
     Args:
         columns: Number of independent sets of process groups for each algorithm.
@@ -258,6 +260,6 @@ def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
 
 
 def run_stage(stage: Stage, job: Job, group: dist.ProcessGroup | None) -> None:
-    """Run one all-reduce stage of a job, unless this rank has no group or the tensor is empty."""
+    """Run one all-reduce stage of a job, unless this rank is in no group or the tensor is empty."""
     if group is not None and job.flat.numel() > 0:
         stage.run(job, group)

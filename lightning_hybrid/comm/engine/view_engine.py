@@ -1,6 +1,6 @@
-"""All-reduce engine of an elastic run, which covers the ranks of the current view.
+"""All-reduce engine of an elastic run, for the ranks of the current view.
 
-A view is the set of hosts that take part at a time. The engine is closed between two views.
+A view is the set of hosts that take part in the run at a given time. The engine is closed between two views.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
 class ViewEngine(CommEngine):
     """All-reduce engine whose set of ranks changes when hosts join or leave an elastic run.
 
-    It accepts no buckets before the first `enter`. Until then its `topology` is that of the largest possible view.
+    The engine accepts no buckets before the first call of `enter`. Until then, its `topology` is that of the largest
+    possible view.
     """
 
     _view: ViewGroups | None = None
@@ -29,7 +30,7 @@ class ViewEngine(CommEngine):
         if self._view is None:
             self._is_closed = True
             self._compared = compared
-            self._latch = FailureLatch(BucketOrder())  # Its error is read before the first view.
+            self._latch = FailureLatch(BucketOrder())  # its error is read before the first view
         else:
             super()._begin(compared, **more)
 
@@ -38,7 +39,8 @@ class ViewEngine(CommEngine):
         return ViewWatch(dist.PrefixStore("watch", self._view.store), self._latch)
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        # Exchanges within one host, as for a checkpoint, need not happen on other hosts. So the order excludes them.
+        # The order does not include collectives within one host, because other hosts need not run them. An example is
+        # the collection of state for a checkpoint.
         if is_exchange(bucket.plan.algorithm):
             return None
         return super()._record(bucket)
@@ -49,8 +51,8 @@ class ViewEngine(CommEngine):
         Collective: every rank of the view must call it.
 
         Raises:
-            ValueError: Plans differ between ranks. Raised on every rank.
-            RuntimeError: A rank was lost meanwhile.
+            ValueError: Plans differ between ranks. The error is raised on every rank.
+            RuntimeError: A rank was lost in the meantime.
         """
         self._view = view
         self.topology = view.of_view
@@ -70,9 +72,9 @@ class ViewEngine(CommEngine):
         self.raise_if_failed()
 
     def cut(self, reason: str) -> None:
-        """Fail all buckets in flight with `reason`, and end every wait in the view's process groups.
+        """Fail all buckets in flight with `reason`, and unblock every wait in the view's process groups.
 
-        It may be called from any thread.
+        The method may be called from any thread.
         """
         if not self._is_closed:
             self._latch.trip(reason)

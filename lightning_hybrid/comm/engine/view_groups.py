@@ -1,15 +1,15 @@
 """Process groups of a view, which is the current set of hosts of an elastic run.
 
-torch's default group holds the ranks of one host only. The groups of a view hold ranks of all its hosts.
+torch's default group contains only the ranks of one host. The groups of a view contain ranks of all its hosts.
 
-creation     Only members of the view take part, through a store that ends with the view.
+creation     Only members of the view take part, through a store that exists as long as the view.
 end          Every wait in the groups ends with an error, including waits of other ranks for this one. Gloo's own
              `abort` does not end waits.
 stuck waits  If a connection closes in the middle of a message, Gloo does not end the wait for the message before the
-             timeout. So the main thread stops waiting soon after the end of a view, and such a group is kept until the
-             process ends.
-CUDA         Stages use NCCL groups, which are aborted. Plans, state and logs use Gloo, because its waits raise errors
-             when they fail, whereas data that is read after an abort of NCCL is undefined.
+             timeout. Therefore the main thread stops waiting soon after the end of a view, and a group with such a wait
+             is kept until the process ends.
+CUDA         Stages use NCCL groups, which are aborted. Plans, state and logs use Gloo, because failed waits of Gloo
+             raise errors, whereas data that is read after an abort of NCCL is undefined.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_hybrid.comm.topology import Topology
 # Time limit of one request to the store of a view.
 STORE_LIMIT = timedelta(seconds=10)
 
-# Seconds to wait for a group that is being created when its view ends. Afterwards the group is left to its timeout.
+# Seconds to wait for a group that is being created when its view ends. After that, creation is left to its timeout.
 CONNECT_LIMIT_S = 0.5
 
 _PATIENCE = timedelta(seconds=CONNECT_LIMIT_S / 2)
@@ -52,18 +52,18 @@ class ViewGroups(CommGroups):
     Collective: every rank of the view must create them.
 
     Args:
-        topology: Topology of the view, seen from this rank.
+        topology: Topology of the view, from the perspective of this rank.
         store: Address `"ip:port"` of a store that only this view uses.
-        number: Number of the view, which no other view of the run has.
+        number: Number of the view, which is unique in the run.
         timeout: Time limit of every collective.
         device: Device of the gradients.
 
     Attributes:
-        world: Gloo group of all ranks. None: there is only one rank.
+        world: Gloo group of all ranks, or None if there is only one rank.
         is_stuck: Whether a wait in the groups has not ended after `cut`.
 
     Raises:
-        RuntimeError: A rank or the store was lost meanwhile.
+        RuntimeError: A rank or the store was lost in the meantime.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ViewGroups(CommGroups):
         # Set after the parent's `__init__`, which would otherwise share the default group of one host.
         self._share = on_cuda
         self._backend = "gloo"
-        # Ranks that share one GPU use Gloo, because NCCL accepts one rank per GPU.
+        # Ranks that share a GPU use Gloo, because NCCL accepts only one rank per GPU.
         if on_cuda and dist.get_backend() != "gloo":
             self._backend = "nccl"
         self.of_view = topology
@@ -99,10 +99,10 @@ class ViewGroups(CommGroups):
     def open(self) -> None:
         """Connect to the view's store, and create the process group of all ranks.
 
-        From then on `cut` may be called.
+        After that, `cut` may be called.
         """
         host, _, port = self._store_address.rpartition(":")
-        # Only a client: the server ends with the rank that coordinates the view, or earlier.
+        # This is only a client. The server ends with the rank that coordinates the view, or earlier.
         connect = partial(
             dist.TCPStore, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False
         )
@@ -146,8 +146,8 @@ class ViewGroups(CommGroups):
             self._nccl_groups[name] = group
         else:
             self._gloo_groups.append(group)
-        # torch looks up a rank in a group by its rank in the default group. Ranks of other hosts have the same numbers
-        # there, so they get negative numbers, which no rank has.
+        # torch looks up a rank of a group by its rank in the default group, in which ranks of different hosts have the
+        # same numbers. Ranks of other hosts therefore get negative numbers here, which are unique.
         group_ranks = {}
         for group_rank in range(len(ranks)):
             number = -1 - group_rank
@@ -161,12 +161,12 @@ class ViewGroups(CommGroups):
         return group
 
     def run(self, do: Callable[[], Any]) -> Any:
-        """Run a function that waits for other ranks and return its result, or raise if the view ends.
+        """Call a function that waits for other ranks and return its result, or raise if the view ends.
 
         Collective: every rank of the view must call it.
 
         Raises:
-            RuntimeError: The view has ended meanwhile.
+            RuntimeError: The view has ended in the meantime.
         """
         try:
             return _in_thread(do, self._device, is_over=self._is_late)
@@ -216,9 +216,9 @@ class ViewGroups(CommGroups):
                 raise _LeftBehindError("comm: the group of hosts has changed")
 
     def cut(self) -> None:
-        """Make all pending waits in the process groups and for the store fail with an error.
+        """Unblock all waits in the process groups and for the store, which then raise an error.
 
-        It may be called from any thread. It does not wait for a group that is being created.
+        The method may be called from any thread. It does not wait for a group that is being created.
         """
         self._cut_s = self._cut_s or monotonic()
         self._is_cut = True
@@ -228,9 +228,9 @@ class ViewGroups(CommGroups):
         self.abort(limit_s=ABORT_LIMIT_S)
 
     def abort(self, *, limit_s: float) -> list[str]:
-        """Abort the NCCL groups of this view, and return the names of groups that do not end in time.
+        """Abort the NCCL groups of this view, and return the names of groups that are stuck.
 
-        The time limit is `limit_s` seconds. It may be called from any thread.
+        A group is stuck if its abort takes longer than `limit_s` seconds. The method may be called from any thread.
         """
         with self._aborting:
             groups = self._nccl_groups
@@ -245,7 +245,7 @@ class ViewGroups(CommGroups):
         return self._is_cut and monotonic() > self._cut_s + limit_s
 
     def _give_up(self) -> list[dist.ProcessGroup]:
-        # Work that is still on streams could write into gradients that the next attempt needs.
+        # Work that is still queued on streams could overwrite gradients of the next attempt.
         if self._is_cut and self._device.type == "cuda":
             self._cut_s = monotonic()
             _in_thread(torch.cuda.synchronize, self._device, is_over=self._is_late)
@@ -257,7 +257,7 @@ class ViewGroups(CommGroups):
         return super()._give_up()
 
     def destroy(self) -> None:
-        """Destroy the process groups, except groups with a wait that does not end.
+        """Destroy the process groups, except groups with a stuck wait.
 
         After `cut`, NCCL groups are released without waiting.
         """
@@ -267,7 +267,7 @@ class ViewGroups(CommGroups):
             self.forget()
         else:
             super().destroy()
-        # Threads and sockets end with the last reference.
+        # Threads and sockets are closed when the last reference is dropped.
         self.world = None
         self._gloo_groups = []
 
@@ -276,10 +276,10 @@ class _LeftBehindError(RuntimeError): ...
 
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
-    """Run a function in a thread, and return its result or raise once `is_over` returns True.
+    """Call a function in a thread and return its result, or raise as soon as `is_over` returns True.
 
-    It needs a separate thread, because `cut` cannot end every wait. NCCL and Gloo may wait for a
-    connection from a rank that was lost, and CUDA may wait for a kernel.
+    The function needs a separate thread, because `cut` cannot end every wait. NCCL and Gloo may wait for a connection
+    from a rank that was lost, and CUDA may wait for a kernel.
     """
     results: list[Any] = []
 
@@ -305,9 +305,9 @@ def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable
 
 
 def options_of_nccl(timeout: timedelta) -> Any:
-    """Return options for an NCCL group that torch must not split from the default group.
+    """Return options for an NCCL group that torch does not split from the default group.
 
-    The default group holds other ranks.
+    Splitting is not possible, because the default group contains different ranks.
     """
     options = dist.ProcessGroupNCCL.Options()
     options.lazy_init = True
@@ -318,7 +318,7 @@ def options_of_nccl(timeout: timedelta) -> Any:
 class ViewWatch:
     """Minimal watchdog of an elastic view, which compares buckets between ranks and reports failures.
 
-    It has no thread. The membership protocol detects lost hosts.
+    The watchdog has no thread, because the membership protocol detects lost hosts.
 
     Args:
         store: Store of the view.
@@ -333,7 +333,7 @@ class ViewWatch:
         """Do nothing, because this watchdog has no thread."""
 
     def compare(self, key: str, value: str) -> str:
-        """Write `value` to the store unless `key` is set, and return the value that the first rank wrote."""
+        """Set `key` in the store if no other rank has set it, and return the key's value."""
         return str(self._store.compare_set(key, "", value).decode())
 
     def report(self, noticed: str, cause: Exception) -> None:
@@ -341,15 +341,15 @@ class ViewWatch:
         self._latch.trip(f"comm: {noticed}.", cause)
 
     def raise_alarm(self, error: str) -> str:
-        """Return the error unchanged, because other ranks are informed when this process ends."""
+        """Return the error unchanged, because other ranks notice when this process exits."""
         return error
 
     def collect_status(self, noticed: str) -> str:
-        """Return an error message about what was noticed, without asking other ranks for their status."""
+        """Return an error message about an event, without asking other ranks for their status."""
         return f"comm: {noticed}."
 
     def leave(self) -> None:
-        """Do nothing, because no rank asks for the status of another rank."""
+        """Do nothing, because ranks do not ask each other for their status."""
 
 
 def _shut_clients_of(address: str) -> None:
@@ -359,7 +359,7 @@ def _shut_clients_of(address: str) -> None:
     for name in os.listdir("/proc/self/fd"):
         if not Path(f"/proc/self/fd/{name}").is_socket():
             continue
-        # A duplicate is wrapped, because Python closes the descriptor that it wraps.
+        # A duplicate is wrapped, because Python closes the descriptor of a wrapped socket.
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as client:
             if client.getpeername()[:2] in store_addresses:
                 client.shutdown(socket.SHUT_RDWR)

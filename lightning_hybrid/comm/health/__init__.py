@@ -1,1 +1,1 @@
-"""Failure handling, which raises an error on all ranks that names the failed rank."""
+"""Failure handling: an error on all ranks that names the rank at fault."""

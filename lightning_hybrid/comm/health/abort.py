@@ -1,9 +1,8 @@
-"""Abort of all communicators of a process, which ends kernels that wait for a failed rank.
+"""Abort of a process's communicators, which unblocks kernels that wait for a failed rank.
 
 When the host waits for its device, for example to print a loss, it waits for an NCCL kernel that spins until its peers
-join. Only an abort of that communicator from another thread ends the wait. The kernel may belong to any group,
-including that of DistributedDataParallel, so all groups are aborted. A process that continues afterwards needs new
-groups.
+join. Only another thread that aborts the communicator can end the wait. The kernel may belong to any group, including
+DistributedDataParallel's group, so all groups are aborted. A process that continues afterwards needs new groups.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def abort_all(*, limit_s: float) -> list[str]:
     Returns:
         The names of the groups whose abort takes longer than `limit_s` seconds.
     """
-    # All groups are aborted at the same time, because the abort of one may wait for the kernel of another one
+    # All groups are aborted at the same time, because the abort of one group may wait for the kernel of another group
     # (pytorch#119797). torch's `_abort_process_group` uses an NCCL group call for this. But such a call belongs to one
     # thread, and since torch 2.6 each abort has its own thread.
     return abort_together(list(_device_groups()), limit_s=limit_s)
@@ -63,13 +62,13 @@ def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: 
 def end_waits(group: dist.ProcessGroup) -> None:
     """Make all waits in a Gloo group fail, on this rank and on the ranks that wait for this rank.
 
-    It may be called from any thread. Gloo closes all connections of a group when one wait exceeds its timeout, so this
-    function waits for a message with a timeout of one millisecond. Shutting down the sockets would not be enough,
-    because Gloo ignores a connection if its message belongs to a failed wait.
+    The function may be called from any thread. Gloo closes all connections of a group when one wait exceeds its
+    timeout. Therefore the function waits for a message with a timeout of one millisecond. Shutting down the sockets
+    would not be enough, because Gloo ignores a connection if its message belongs to a failed wait.
     """
     peers = set(range(group.size())) - {group.rank()}
     for rank in peers:
-        # RuntimeError: the receive timed out, or the connection is closed already. The next one may still be open.
+        # RuntimeError: the receive timed out, or the connection was already closed. Others may still be open.
         with suppress(RuntimeError):
             request = group.recv([torch.empty(1)], rank, _UNUSED_TAG)
             request.wait(timedelta(milliseconds=1))
@@ -102,7 +101,7 @@ def _device_groups() -> Iterator[tuple[str, dist.ProcessGroup]]:
 
 
 def is_on_hosts(group: Any) -> bool:
-    """Return whether a process group communicates GPU tensors through host memory, as with Gloo.
+    """Return whether a process group sends GPU tensors through host memory, as Gloo does.
 
     The result is False if `group` is None.
     """

@@ -1,9 +1,9 @@
-"""Classification of errors of torch's collectives and stores, which another rank may have caused.
+"""Detection of communication errors, which another rank may have caused.
 
 Stores raise subclasses of `torch.distributed.DistError`, and NCCL raises `DistBackendError`. Gloo raises plain
-`RuntimeError`s, and an error of any type becomes one if it passes through a callback or through autograd. Such errors
-are recognised by phrases that only torch writes. A word such as "timeout" or "socket" is not enough, because errors of
-the user's code contain it too.
+`RuntimeError`s. Errors of any type become `RuntimeError`s if they pass through a callback or through autograd. These
+errors are recognised by phrases that only torch uses. Words such as "timeout" or "socket" are not enough, because
+errors of user code may contain them as well.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lightning_hybrid.comm.health.consensus import OrderError
 _PHRASES = re.compile(
     "|".join(
         (
-            # Gloo begins its messages with the line of its source: [.../gloo/transport/tcp/pair.cc:547].
+            # Gloo's messages begin with a line of its source code: [.../gloo/transport/tcp/pair.cc:547].
             r"\[[^\]\s]*\bgloo/[^\]\s]*\.(?:cc|h):\d+\]",
             r"Gloo connectFullMesh failed",
             r"Application timeout caused pair closure",
             r"\bmonitoredBarrier\b",
-            # torch's waits with a limit, for any backend.
+            # torch's waits with a timeout, for any backend.
             r"^Operation timed out!",
-            # NCCL, and torch's watchdog of it.
+            # NCCL, and torch's watchdog for NCCL.
             r"\bNCCL (?:[Ee]rror|timeout|communicator|operation)\b",
             r"\bWorkNCCL\(",
-            # The name of a type stays in the text of an error that a callback has passed on.
+            # If an error passes through a callback, its text still contains the name of its type.
             r"\bDist(?:Backend|Network|Store)Error: ",
         )
     )
@@ -48,7 +48,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def comes_from_others(error: BaseException) -> bool:
-    """Return whether another rank could have caused an error.
+    """Return whether an error could have been caused by another rank.
 
     Such errors come from a collective, from a store, or from this package's comparison of buckets.
     """
@@ -56,9 +56,9 @@ def comes_from_others(error: BaseException) -> bool:
 
 
 def failed_wait(error: BaseException | None) -> BaseException | None:
-    """Return the first communication error in the chain of causes of an error, or None.
+    """Return the first communication error in an error's chain of causes, or None.
 
-    Communication errors are those of a collective or a store, and this package's errors that are common to all ranks.
+    Communication errors are errors of a collective or a store, and this package's errors that all ranks raise.
     """
     while error is not None:
         if is_of_a_collective(error) or "comm: " in str(error):

@@ -1,4 +1,4 @@
-"""Check that all ranks have the same software versions, communication plan and topology."""
+"""Verification that all ranks have the same software versions, communication plan and topology."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OrderError(RuntimeError):
 
 
 def hash_of_sources(package: Path) -> str:
-    """Return a hash of a package's Python source files as twelve hexadecimal digits."""
+    """Return a hash of a package's Python source files, as twelve hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         relative_path = str(path.relative_to(package))
@@ -36,7 +36,7 @@ SOURCES = hash_of_sources(Path(__file__).resolve().parents[2])
 
 
 def software() -> dict[str, str]:
-    """Return the versions of torch and this package, which must be equal on all ranks.
+    """Return the versions of torch and of this package, which must be equal on all ranks.
 
     >>> sorted(software())
     ['lightning_hybrid', 'torch']
@@ -52,24 +52,24 @@ def compare_plans(
     group: dist.ProcessGroup | None = None,
     compared: Mapping[str, object] | None = None,
 ) -> tuple[str, list[str], list[list[str]]]:
-    """Raise if software versions, communication plan or topology differ between the ranks of a group.
+    """Raise if ranks of a group have different software versions, communication plans or topologies.
 
     Collective: every rank of the group must call it, in the same order.
 
     Args:
         plan: Communication plan of this rank.
-        topology: Topology as this rank sees it.
+        topology: Topology, from the perspective of this rank.
         device: Device of the gradients. Its type is compared.
-        across_nodes: Dtype, or codec, of reductions between nodes.
-        group: Process group. None: WORLD.
+        across_nodes: Dtype or codec of reductions between nodes.
+        group: Process group. None means WORLD.
         compared: Further values to compare, by name.
 
     Returns:
-        A new token that is equal on all ranks, the host of every rank, and the addresses under which other hosts know
-        that host.
+        A new token that is equal on all ranks, the host of every rank, and the addresses by which other hosts know each
+        host.
 
     Raises:
-        ValueError: Software, plan or topology differ. Raised on every rank, with the names that differ.
+        ValueError: Software, plan or topology differ. The error is raised on every rank and names the differences.
     """
     # Only builtin types are sent, because ranks with different versions of this package must be able to unpickle them.
     setup = {

@@ -1,8 +1,8 @@
 """Detection of a CUDA device that makes no progress for a long time, by polling events.
 
-An NCCL kernel that waits for a failed rank spins, whether it belongs to a bucket's all-reduce, a pipeline stage or a
-metric. So the watchdog's thread records an event after the work that the training thread has launched. Four times a
-second it checks whether the device has passed the event. If not, the device is still computing or waiting.
+An NCCL kernel that waits for a failed rank spins forever. It may belong to a bucket's all-reduce, a pipeline stage or a
+metric. To detect this, the watchdog's thread records an event after the work that the training thread has launched, and
+checks four times a second whether the device has reached the event. If not, the device is still computing or waiting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import monotonic
 
 import torch
 
-# Seconds that a query of the device may take, because a driver that hangs must not block the watchdog.
+# Time limit in seconds for a query of the device. A driver that hangs must not block the watchdog.
 LOOK_LIMIT_S = 1.0
 
 
@@ -22,7 +22,7 @@ class DeviceWaits:
 
     Args:
         device: CUDA device. The current stream of the thread that creates the detector is watched.
-        also: Function called in each query, to check for other work that the device has finished.
+        also: Function that each query also calls, to check for other work that the device has finished.
     """
 
     def __init__(self, device: torch.device, *, also: Callable[[], None] = lambda: None) -> None:
@@ -33,17 +33,18 @@ class DeviceWaits:
         self._query_thread: threading.Thread | None = None
 
     def stalled_s(self) -> float:
-        """Poll the device, and return how long it has been waiting at the current event, in seconds.
+        """Poll the device, and return how long it has made no progress, in seconds.
 
-        The result is 0 if the device has passed all events.
+        This is the time since the current event was recorded, if the device has not reached the event.
+        The result is 0 if the device has reached all events.
         """
         thread = self._query_thread
         if thread is None or not thread.is_alive():
             thread = threading.Thread(target=self._query, name="comm-look", daemon=True)
             thread.start()
-            # Stored after the start, because two threads may be here at the same time.
+            # Stored only after the thread has started, because two threads may be here at the same time.
             self._query_thread = thread
-        # A query that takes longer continues, and the next call joins it again.
+        # A query that takes longer continues, and the next call waits for it again.
         thread.join(LOOK_LIMIT_S)
         if self._event is None:
             return 0.0
@@ -61,7 +62,7 @@ class DeviceWaits:
                     self._event = None
                 else:
                     self._event = event
-        except RuntimeError:  # The host gets an error of the driver as well, and reports it.
+        except RuntimeError:  # The training thread gets and reports the driver's error as well.
             return
         self._also()
 
@@ -69,7 +70,7 @@ class DeviceWaits:
 def is_any_captured() -> bool:
     """Return whether a CUDA graph capture is in progress.
 
-    It checks the current stream, and the stream of `torch.cuda.graph` in any thread.
+    The function checks the current stream, and the stream of `torch.cuda.graph` in any thread.
     """
     # During a capture, CUDA by default forbids event queries in all threads, and a query would end the capture.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""Diagnosis of a hanging collective, which finds the rank at fault from the status of every rank."""
+"""Diagnosis of hanging collectives, based on the status of every rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, m
 
 Key = TypeVar("Key")
 
-# Prefix of the `place` of a rank whose engine is idle. The current activity of its caller follows.
+# Prefix of the `place` of a rank whose engine is idle, followed by the current activity of the engine's caller.
 IDLE = "with no bucket in flight"
 
-# `place` of a rank that waits for its device, or whose device is busy for long, outside of any bucket.
+# `place` of a rank without buckets in flight that waits for its device, or whose device has been busy for a long time.
 BEHIND_DEVICE = "waiting for its device, with no bucket in flight"
 
-# Numbers of list entries that a message shows.
+# Maximum numbers of list entries in a message.
 _MAX_RANKS = 5
 _MAX_HOSTS = 4
 _MAX_PLACES = 8
@@ -30,11 +30,11 @@ class RankStatus:
     Args:
         num_submitted: Number of buckets submitted since the engine was created.
         order: Hash of these buckets and of their order.
-        place: Current activity, in words.
+        place: Description of the current activity.
         recent: Latest of these buckets, oldest first.
         has_left: Whether the rank has closed its engine.
-        is_inside: Whether the oldest bucket in flight, or the rank itself, is inside a collective. False: the bucket
-            waits for its turn, or the rank computes.
+        is_inside: Whether the oldest bucket in flight, or the rank itself, is inside a collective. It is False while
+            the bucket waits for its turn, or the rank computes.
         liveness: Liveness of the hosts at other addresses, as seen from this rank.
     """
 
@@ -68,15 +68,15 @@ def diagnose(
     hosts: Sequence[str] = (),
     addresses: Sequence[Sequence[str]] = (),
 ) -> str:
-    """Return an error message for all ranks that names the cause of a communication failure.
+    """Find the cause of a communication failure, and return an error message for all ranks.
 
-    The message also names the event that was noticed.
+    The message also contains the event that led to the diagnosis.
 
     Args:
-        noticed: Event that led to the diagnosis, and the rank that noticed it.
-        statuses: Status of every rank. None: the rank did not answer.
-        hosts: Host of every rank, if known. The message names the hosts of the ranks to blame, or all hosts.
-        addresses: Addresses under which other hosts know the host of every rank.
+        noticed: Description of the event that led to the diagnosis, and of the rank that noticed it.
+        statuses: Status of every rank, or None if the rank did not answer.
+        hosts: Host of every rank, if known. The message names the hosts of the ranks at fault, or all hosts.
+        addresses: Addresses by which other hosts know the host of every rank.
     """
     silent = []
     left = []
@@ -92,7 +92,7 @@ def diagnose(
     different_order = _describe_different_order(present)
     behind = _ranks_behind(present)
     absent = _ranks_outside(present)
-    # The order of the checks matters, because a failed rank makes other ranks look late, and a late rank makes other
+    # The order of the checks matters, because a failed rank makes other ranks look slow, and a slow rank makes other
     # ranks wait. A rank with a different order may also have submitted a different number of buckets.
     if silent:
         blame = _describe_silent(silent, statuses, hosts, addresses)
@@ -113,11 +113,11 @@ def diagnose(
 
 
 def _ranks_behind(present: Mapping[int, RankStatus]) -> list[int]:
-    """Return the ranks that submitted fewer buckets than other ranks and may have caused the failure."""
+    """Return the ranks that lag behind in submitting buckets and may have caused the failure."""
     most = _most_submitted(present)
     behind = [rank for rank, status in present.items() if status.num_submitted < most]
 
-    # A rank inside a collective waits for ranks that do not join it, so it is not the cause.
+    # A rank inside a collective waits for other ranks to join, so it is not the cause.
     outside = [rank for rank in behind if not present[rank].is_inside]
     if outside:
         behind = outside
@@ -129,7 +129,7 @@ def _ranks_behind(present: Mapping[int, RankStatus]) -> list[int]:
 
 
 def _ranks_outside(present: Mapping[int, RankStatus]) -> list[int]:
-    """Return the ranks that are not inside a collective, preferably those with a bucket in flight."""
+    """Return the ranks outside of collectives, preferably those that have a bucket in flight."""
     # A rank without a bucket in flight has finished the buckets that other ranks wait for.
     busy = [rank for rank, status in present.items() if not status.place.startswith(IDLE)]
     candidates = busy or list(present)
@@ -151,7 +151,7 @@ def _describe_behind(behind: Sequence[int], present: Mapping[int, RankStatus]) -
 
 
 def _describe_wait(absent: Sequence[int], present: Mapping[int, RankStatus]) -> str:
-    """Describe a hang in which all ranks answer and have submitted the same buckets."""
+    """Describe a hang for which all ranks respond and have submitted the same buckets."""
     if absent and len(absent) < len(present):
         verb = _verb_for(absent, "does", "do")
         return (
@@ -176,7 +176,7 @@ def _describe_wait(absent: Sequence[int], present: Mapping[int, RankStatus]) -> 
 def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
     """Return whether the collectives in flight can never finish.
 
-    This is the case if a rank does not answer, has closed its engine, or has submitted different buckets.
+    They cannot finish if a rank does not answer, has closed its engine, or has submitted different buckets.
 
     >>> here = RankStatus(num_submitted=1, order="a", place=IDLE, recent=("x",))
     >>> is_lost([here, here]), is_lost([here, None])
@@ -196,7 +196,7 @@ def _describe_silent(
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Describe the ranks that do not answer, with the state of their hosts if it is known."""
+    """Describe the ranks that do not respond, and the state of their hosts as far as it is known."""
     states = [_state_of_host(rank, statuses, hosts, addresses) for rank in silent]
     descriptions = []
     for state, ranks in grouped(zip(states, silent, strict=True)).items():
@@ -216,7 +216,7 @@ def _state_of_host(
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Describe the state of a silent rank's host, or return an empty string if it is unknown.
+    """Describe the state of an unresponsive rank's host, or return an empty string if it is unknown.
 
     If all ranks of a host are silent, other ranks may know whether the host is alive. If other ranks of the host
     answer, or if no rank knows anything, a silent rank may be dead, stopped or unreachable.
@@ -240,9 +240,9 @@ def _state_of_host(
 
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a sentence that names the hosts of the given ranks, or of all ranks if none are given.
+    """Return a sentence that lists the hosts of the given ranks.
 
-    The sentence is empty if the hosts are not known.
+    If no ranks are given, the sentence lists the hosts of all ranks. If the hosts are not known, it is empty.
     """
     named = ranks or range(len(hosts))
     ranks_by_host = grouped((hosts[rank], rank) for rank in named if rank < len(hosts))
@@ -263,10 +263,10 @@ def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 def _describe_different_order(statuses: Mapping[int, RankStatus]) -> str | None:
     """Describe the first bucket that differs between ranks, or return None if there is no difference.
 
-    Each rank remembers only its latest records, which are compared by their position in the order of all submitted
-    buckets. The hashes of all submitted buckets reveal an older difference.
+    Each rank stores only its latest records, which are compared by their position among all submitted buckets. Earlier
+    differences are revealed by the hashes of all submitted buckets.
     """
-    first_position = {}  # position of the oldest record that a rank remembers
+    first_position = {}  # position of the oldest record that a rank has stored
     for rank, status in statuses.items():
         first_position[rank] = status.num_submitted - len(status.recent)
 
@@ -319,7 +319,7 @@ def grouped(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Format a list of ranks, such as `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3 and 12 more`."""
+    """Format a list of ranks as text, such as `rank 3` or `ranks 0, 1, 2, 3 and 12 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= _MAX_RANKS:
@@ -335,7 +335,7 @@ def _verb_for(ranks: Sequence[int], singular: str, plural: str) -> str:
 
 
 def differing(values_by_rank: Sequence[dict[str, Any]]) -> str:
-    """Describe the entries in which the dictionaries of all ranks differ, or return an empty string.
+    """Describe the dictionary entries that differ between ranks, or return an empty string.
 
     >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
     '`b` is 2 on ranks 0, 2 and 3 on rank 1'
@@ -343,7 +343,7 @@ def differing(values_by_rank: Sequence[dict[str, Any]]) -> str:
     keys = dict.fromkeys(key for values in values_by_rank for key in values)
     descriptions = []
     for key in keys:
-        # Values are compared by their text, because they may not be hashable.
+        # Values are compared as text, because they may not be hashable.
         ranks_by_text = grouped(
             (repr(values.get(key)), rank) for rank, values in enumerate(values_by_rank)
         )

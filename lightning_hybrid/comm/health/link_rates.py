@@ -1,8 +1,8 @@
-"""Bandwidth of this rank's TCP connections to other nodes, measured only while data is being sent.
+"""Measurement of TCP bandwidth to other nodes, which counts only time in which data is sent.
 
     rate = bytes acknowledged / (time with unacknowledged data - time in which the receiver accepted no data)
 
-The kernel counts bytes and times (`tcp_info.py`), so a rank that sends late does not look like a slow link.
+Because the kernel counts bytes and times (`tcp_info.py`), a rank that sends late does not look like a slow link.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from lightning_hybrid.comm.health.tcp_info import TcpConnection, tcp_connections
 
 MIN_BYTES_PER_STEP = 64 * 1024
-"""Bytes below which the time of a message is latency, and its rate says nothing."""
+"""Minimum number of bytes per step. With fewer bytes, latency dominates, and the rate is meaningless."""
 
 MIN_SENDING_S = 0.02
-"""Seconds of sending in a window below which the kernel's clock, of about 4 ms, is too coarse."""
+"""Minimum sending time in a window, in seconds. For shorter times, the kernel's clock (about 4 ms) is too coarse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class LinkRates:
             self._last = self._read()
 
     def take_slowest(self, num_steps: int) -> LinkRate:
-        """Return the bandwidth to the slowest other node since the last call.
+        """Return the bandwidth of the slowest connection to another node, measured since the last call.
 
         Nodes that received far fewer bytes than others are ignored (see `slowest_rate`).
 
@@ -85,9 +85,9 @@ def _key_of(connection: TcpConnection) -> tuple[str, int, int]:
 
 
 def slowest_rate(by_node: Mapping[int, _Counts], *, num_steps: int) -> LinkRate:
-    """Return the lowest bandwidth to a node, ignoring nodes that received far fewer bytes.
+    """Return the lowest bandwidth to any node, ignoring nodes that received far fewer bytes.
 
-    A node counts if it received at least half as many bytes as the node with the most bytes.
+    Nodes are included if they received at least half as many bytes as the node with the most bytes.
 
     Args:
         by_node: Number of bytes sent to each node, and seconds of sending.
@@ -109,7 +109,7 @@ def slowest_rate(by_node: Mapping[int, _Counts], *, num_steps: int) -> LinkRate:
 
 
 def node_of_addresses(addresses: Mapping[int, set[str]], *, own_node: int) -> dict[str, int]:
-    """Map the IP addresses of other nodes to node indices, and leave out ambiguous addresses.
+    """Map the IP addresses of other nodes to node indices, leaving out ambiguous addresses.
 
     An address is ambiguous if several nodes have it.
 

@@ -1,9 +1,9 @@
-"""Liveness checks through the store, for ranks that wait a long time for a bucket.
+"""Liveness checks through the store, when a rank has waited a long time for a bucket.
 
-Over Gloo, a dead rank's connections break and the collective raises an error. An NCCL kernel that waits for a dead rank
-on the same node waits forever. So a rank that has waited for some seconds puts a numbered question into the store, and
-every watchdog answers it, even on a slow rank. A rank that does not answer within `PATIENCE_S` is dead or unreachable.
-As long as all ranks answer, nothing fails.
+With Gloo, a dead rank's connections break and the collective raises an error. An NCCL kernel that waits for a dead rank
+on the same node waits forever. Therefore a rank that has waited for some seconds writes a numbered question to the
+store, and the watchdogs of all ranks answer it, even on slow ranks. A rank that does not answer within `PATIENCE_S` is
+dead or unreachable. As long as all ranks answer, nothing fails.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 
-# Seconds that a bucket is in flight before a rank asks a question. They double each time that all ranks have answered.
+# Seconds that a bucket is in flight before a rank asks a question. The time doubles whenever all ranks have answered.
 ASK_AFTER_S = 3.0
 
-# Seconds for which a watchdog may leave a question unanswered. It needs the interpreter's lock, which other code may
-# hold for long.
+# Seconds for which a watchdog may leave a question unanswered. It needs the interpreter lock, which other code may hold
+# for a long time.
 PATIENCE_S = 10.0
 
 Request = Callable[[], Any]
@@ -38,16 +38,16 @@ def collect(
 ) -> list[RankStatus | None]:
     """Wait until every rank has written its status to the store, and return all statuses.
 
-    The status is None for ranks whose status is missing. The wait also ends when an error is in the store, when the
-    limit is exceeded, or when `wait` returns True.
+    The function also stops waiting when the store contains an error, when the time limit is exceeded, or when `wait`
+    returns True. The status of a rank is then None if it is missing.
 
     Args:
         store: Store that holds the statuses.
-        keys: Keys of each rank's status. The first one that is in the store is read.
-        limit_s: Seconds to wait at most.
+        keys: Keys of each rank's status. The first key that is in the store is read.
+        limit_s: Maximum time to wait in seconds.
         ask: Function that runs a request to the store.
         wait: Function that waits for a number of seconds and returns whether to stop.
-        meanwhile: Function called before each look into the store.
+        meanwhile: Function that is called before each query of the store.
     """
 
     def without_status(ranks: Sequence[int]) -> list[int]:
@@ -93,7 +93,7 @@ class Presence:
         rank, world_size: Rank in the engine, and number of its ranks.
         ask: Function that runs a request to the store, and raises an error if the store does not answer.
         status: Function that returns the status of this rank.
-        wait: Function that waits for a number of seconds and returns whether the watchdog is to end.
+        wait: Function that waits for a number of seconds and returns whether the watchdog should stop.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class Presence:
         self._status = status
         self._wait = wait
         self._num_answered = 0
-        self._num_in_a_row = 0  # number of questions of any rank since this rank began to wait
+        self._num_in_a_row = 0  # number of questions by any rank since this rank began to wait
 
     def answer(self) -> None:
-        """Write this rank's status to the store for each new status request."""
+        """Answer all new status requests, by writing this rank's status to the store."""
         while self._ask(lambda: self._store.check([f"question/{self._num_answered}"])):
             self._ask(partial(self._answer, f"answer/{self._num_answered}/{self._rank}"))
             self._num_answered += 1
@@ -142,7 +142,7 @@ class Presence:
         self._ask(lambda: self._store.set(f"question/{number}", "1"))
         # A rank that has closed its engine does not answer, but its last status is in the store.
         keys = [(f"answer/{number}/{rank}", f"status/{rank}") for rank in range(self._world_size)]
-        # This rank also answers while it waits, because another rank may have asked as well.
+        # This rank continues to answer while it waits, because another rank may have asked at the same time.
         return collect(
             self._store,
             keys,

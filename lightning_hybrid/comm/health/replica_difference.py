@@ -1,4 +1,4 @@
-"""Description of the first tensor that differs between replicas."""
+"""Description of the first tensor that differs between model replicas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_hybrid.comm.health.diagnosis import grouped, name_ranks
 
 PART = "elements"
-"""Prefix of the name of a tensor part. If ranks share the update, only some ranks hold a part."""
+"""Prefix of the names of tensor shards. If ranks share the update, only some ranks hold a shard."""
 
 _MAX_GROUPS = 4
 _MAX_HOSTS = 3
@@ -18,10 +18,11 @@ class ReplicaDriftError(RuntimeError):
 
 
 def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """Describe the first tensor that differs between ranks, with the ranks and hosts that differ.
+    """Describe the first tensor that differs between ranks, and name the deviating ranks and hosts.
 
     Args:
-        values_by_rank: Fingerprint of each named tensor, one dictionary per rank. At least one name must differ.
+        values_by_rank: One dictionary per rank, with the fingerprint of each tensor by name. At least one tensor must
+            differ.
         hosts: Host name of every rank.
     """
     differing = names_that_differ(values_by_rank)
@@ -29,7 +30,7 @@ def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[s
     name = differing[0]
     ranks_by_value = grouped(_values_and_ranks(values_by_rank, name))
 
-    # The value that most ranks hold counts as the right one. In a tie, the value of the lowest rank does.
+    # The value that most ranks hold is considered correct. In a tie, it is the value of the lowest rank.
     groups = sorted(ranks_by_value.values(), key=lambda ranks: (-len(ranks), ranks))
     majority = groups[0]
     minorities = []
@@ -47,10 +48,9 @@ def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[s
 
 
 def names_that_differ(values_by_rank: Sequence[dict[str, int]]) -> list[str]:
-    """Return the names of the tensors that differ between ranks which should hold equal values.
+    """Return the names of tensors that differ between ranks although they should be equal.
 
-    A rank that lacks a tensor counts as different. A rank that lacks a shard of a tensor does not, because other ranks
-    hold that shard.
+    A missing tensor counts as a difference. A missing shard does not, because other ranks hold it.
 
     >>> names_that_differ([{"`a`": 1, "elements 0 to 4 of `b`": 2}, {"`a`": 1, "elements 4 to 8 of `b`": 3}])
     []

@@ -1,16 +1,16 @@
-"""Kernel state of TCP connections, which shows whether a silent host is unreachable, slow or stopped.
+"""Kernel state of TCP connections, which shows if an unresponsive host is unreachable, slow or stopped.
 
 A rank that does not answer a question may be dead, stopped, or behind a slow link. Further questions cannot distinguish
-these cases, but TCP can. The kernel of a host acknowledges data sent to it, whatever its processes do, and it closes
-the connections of a process that died. So if a rank does not answer, the state of every TCP connection is read from the
-kernel.
+these cases, but the state of TCP connections can. The kernel of a host acknowledges received data, whatever the host's
+processes do, and it closes the connections of a process that died. Therefore, if a rank does not answer, the state of
+every TCP connection is read from the kernel.
 
     sent data is not acknowledged, and nothing was heard since the wait began   cut     host or link is down
     sent data is not acknowledged, but something was heard                      slow    host is alive, link is slow
     all sent data is acknowledged, and something was heard                      taken   host is alive, ranks are not
     all sent data is acknowledged, and nothing was heard                        idle    any of these
 
-"Heard" means that data or an acknowledgement arrived. The state is known on Linux and with TCP only.
+"Heard" means that data or an acknowledgement arrived. The state is available only on Linux and with TCP.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ _NUM_BYTES = (
     192  # number of bytes of `struct tcp_info` that are requested; older kernels return fewer
 )
 
-# Offsets of fields of `struct tcp_info` in linux/tcp.h, of 32 bits.
+# Offsets of 32-bit fields of `struct tcp_info` in linux/tcp.h.
 _UNACKED = 24  # tcpi_unacked
 _LAST_DATA_RECV = 52  # tcpi_last_data_recv
 _LAST_ACK_RECV = 56  # tcpi_last_ack_recv
 
-# Of 64 bits, from Linux 4.10 on.
+# Offsets of 64-bit fields, available since Linux 4.10.
 _BYTES_ACKED = 120  # tcpi_bytes_acked
 _BUSY_TIME = 168  # tcpi_busy_time, in microseconds: some data was not acknowledged
-_RWND_LIMITED = 176  # tcpi_rwnd_limited, in microseconds: and the receiver had no room for more
+_RWND_LIMITED = (
+    176  # tcpi_rwnd_limited, in microseconds: in addition, the receiver had no room for more
+)
 
-# Seconds after the start of a wait in which data that was sent before may still arrive.
+# Seconds after the start of a wait during which data that was sent earlier may still arrive.
 MARGIN_S = 1.0
 
 # One of the words `cut`, `slow`, `taken` and `idle`, and the seconds since the host was last heard.
@@ -52,12 +54,12 @@ class TcpConnection:
         peer: Address of the other end.
         port: Port of the other end.
         local: Address of this end.
-        is_open: Whether the connection is established. False: the other end has closed the connection.
+        is_open: Whether the connection is established. It is False if the other end has closed the connection.
         heard_s: Seconds since data or an acknowledgement arrived.
-        is_waiting: Whether sent data is not acknowledged yet.
+        is_waiting: Whether sent data has not been acknowledged yet.
         local_port: Port of this end.
-        acked_bytes: Bytes that the other end has acknowledged so far. 0: unknown.
-        sending_s: Total time in seconds in which data was in transit and the receiver had buffer space.
+        acked_bytes: Bytes that the other end has acknowledged so far, or 0 if the number is unknown.
+        sending_s: Total time in seconds during which data was in transit and the receiver had buffer space.
     """
 
     peer: str
@@ -72,7 +74,7 @@ class TcpConnection:
 
 
 def tcp_connections() -> list[TcpConnection]:
-    """Return the state of all TCP connections of this process, or an empty list if it is not available."""
+    """Return the state of this process's TCP connections, or an empty list if it is not available."""
     # With `socket.setdefaulttimeout`, wrapping a descriptor would make it non-blocking for its owner as well.
     if socket.getdefaulttimeout() is not None:
         return []
@@ -83,7 +85,7 @@ def tcp_connections() -> list[TcpConnection]:
             with suppress(OSError, struct.error):
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
-                # A duplicate is wrapped, because Python closes the descriptor that it wraps.
+                # A duplicate is wrapped, because Python closes the descriptor of a wrapped socket.
                 with socket.socket(fileno=os.dup(int(name))) as duplicate:
                     connection = _connection_of(duplicate)
                 if connection is not None:
@@ -101,7 +103,7 @@ def _connection_of(tcp_socket: socket.socket) -> TcpConnection | None:
 
     # If a stopped process does not read, further data is not sent to it, and therefore not counted in tcpi_unacked.
     num_unacknowledged = _field(info, _UNACKED)
-    # An acknowledgement is a sign of life as well as data.
+    # An acknowledgement is a sign of life, just like data.
     heard_ms = min(_field(info, _LAST_DATA_RECV), _field(info, _LAST_ACK_RECV))
     acked_bytes = 0
     sending_s = 0.0
@@ -148,7 +150,7 @@ def liveness_by_address(
     """Return the liveness of each remote address to which a TCP connection is open.
 
     Args:
-        connections: Connections to judge. Closed ones are ignored.
+        connections: Connections to evaluate. Closed connections are ignored.
         waited_s: Seconds for which this rank has waited for an answer from these addresses.
     """
     liveness: dict[str, Liveness] = {}
@@ -175,7 +177,7 @@ def _word_for(connection: TcpConnection, waited_s: float) -> str:
 
 
 def most_telling(reports: Sequence[Liveness | None]) -> Liveness | None:
-    """Combine several liveness reports on one host into the most informative one.
+    """Combine several liveness reports on one host into a single report.
 
     The result has the most informative word of all reports, and the shortest time since the host was heard. It is None
     if every report is None.
@@ -190,14 +192,14 @@ def most_telling(reports: Sequence[Liveness | None]) -> Liveness | None:
 
 
 def _combined(states: Sequence[Liveness]) -> Liveness:
-    # One sign of life outweighs silent connections. Among silent connections, unacknowledged data tells most.
+    # A sign of life outweighs silent connections. Among silent connections, unacknowledged data is most informative.
     order = ("slow", "taken", "cut", "idle")
     word = min((word for word, _ in states), key=order.index)
     return word, min(heard_s for _, heard_s in states)
 
 
 def describe_liveness(liveness: Liveness, *, host: str) -> str:
-    """Describe in words the state of a host whose ranks do not answer."""
+    """Describe the state of a host whose ranks do not respond, for error messages."""
     word, heard_s = liveness
     if word == "slow":
         return (

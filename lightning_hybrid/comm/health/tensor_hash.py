@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, which are 64-bit hashes computed on the tensor's device.
+"""64-bit fingerprints of tensors, computed on the tensor's device.
 
 A tensor's bytes are read as 32-bit integers s, and summed with fixed random odd 64-bit weights m, in rows of 2**14:
 
@@ -31,9 +31,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Fingerprint:
     """Hash function that computes a 64-bit fingerprint of a tensor on its device.
 
-    The weights are the same everywhere, so fingerprints can be
-    compared between processes, and between machines of the same byte order. They take 128 KiB for each level and
-    device.
+    The weights are the same everywhere, so fingerprints can be compared between processes, and between machines of the
+    same byte order. The weights take 128 KiB for each level and device.
 
     Args:
         device: Device on which fingerprints are combined.
@@ -50,7 +49,7 @@ class Fingerprint:
         The host does not wait for the device. Elements are hashed in memory order, so two tensors are comparable only
         if their strides are equal. Shape and dtype are not hashed. A nan is hashed by its bits.
         """
-        # Integers are summed, because float additions round, and differences of opposite sign could cancel.
+        # Integers are summed, because floating-point sums are rounded and differences of opposite sign could cancel.
         level = 0
         sums = self._sum_rows(_integers(tensor), self._weights_of(level, tensor.device))
         while sums.numel() > 1:
@@ -98,7 +97,7 @@ class Fingerprint:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as a flat tensor of integers, with 32 bits if its size allows it."""
+    """Reinterpret a tensor's bytes as a flat tensor of integers, of 32 bits if possible."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         flat = tensor.view(-1)
@@ -109,7 +108,7 @@ def _integers(tensor: Tensor) -> Tensor:
         flat = tensor.contiguous().view(-1)
 
     if flat.storage_offset() * flat.element_size() % 4 != 0:
-        flat = flat.clone()  # A view as 32-bit integers cannot begin at this address.
+        flat = flat.clone()  # a view as 32-bit integers cannot begin at this address
     width = flat.element_size()
     if flat.numel() * flat.element_size() % 4 == 0:
         width = 4

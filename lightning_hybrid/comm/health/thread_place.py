@@ -1,7 +1,7 @@
 """Description of the code that a thread is executing, such as a torch collective or user code.
 
-It is read from the thread's stack, which costs the thread nothing. So every wait for other ranks is detected, including
-waits in Lightning, torchmetrics and user code, without wrapping their functions.
+The description is read from the thread's stack, at no cost for the thread. Every wait for other ranks is detected in
+this way, including waits in Lightning, torchmetrics and user code, without wrapping their functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return a description of a thread's current code location, and whether it is in a collective.
+    """Describe a thread's current code location, and return whether the thread is in a collective.
 
     Args:
         thread: `ident` of the thread.
@@ -45,7 +45,7 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
         return "at an unknown place", False
     is_inside = _is_in_collective(frame.f_code)
 
-    # The outermost frame in torch.distributed, except torch's decorator, has the name of the collective.
+    # The name of the collective is that of the outermost frame in torch.distributed, except torch's decorator.
     name = ""
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename.startswith(_COLLECTIVES):
@@ -66,14 +66,14 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def _is_in_collective(code: CodeType) -> bool:
-    # DDP and this package broadcast buffers by a function in C++, so the last Python frame is its caller. The same
-    # holds for backward, which waits for DDP's averages at its end.
+    # DDP and this package broadcast buffers with a C++ function, so the last Python frame is its caller. The same holds
+    # for backward, at the end of which DDP's averages are awaited.
     files = (_COLLECTIVES, ddp.__file__, graph.__file__)
     return code.co_filename.startswith(files) or "broadcast" in code.co_name
 
 
 def _is_library(code: CodeType) -> bool:
-    """Return whether code belongs to the standard library or torch, or comes from no file."""
+    """Return whether code belongs to the standard library or torch, or has no source file."""
     file = code.co_filename
     if file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file:
         return True

@@ -1,7 +1,7 @@
-"""Watchdog of one rank, which quickly turns a failure on any rank into the same error on every rank.
+"""Watchdog thread that raises the same error on every rank soon after any rank fails.
 
 A wait in Gloo ends only with its group, so a rank that waits for a dead rank would wait for the group's timeout (30
-minutes by default). So every rank has a thread that checks the rendezvous store for an alarm:
+minutes by default). To avoid this, every rank has a thread that checks the rendezvous store for an alarm:
 
     a stage raises an error         the rank writes the error; other ranks read it and fail with the same message
     a collective raises an error    another rank is the cause: this rank asks for the status of all ranks, every
@@ -12,7 +12,8 @@ minutes by default). So every rank has a thread that checks the rendezvous store
                                     alive (presence.py), and after the limit it asks for their status
 
 All ranks report the error that was written first. The thread reads the store four times a second if a bucket has been
-in flight for half a second, else once a second. With thousands of ranks it reads less often, to spare the store.
+in flight for half a second, otherwise once a second. With thousands of ranks it reads less often, to limit the load on
+the store.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from lightning_hybrid.comm.health.presence import Presence, collect
 # Seconds that a bucket is in flight before its rank looks for alarms more often.
 STALL_S = 0.5
 
-# Seconds that one request to the store may take before the store's host counts as lost.
+# Seconds that one request to the store may take before the store's host is considered lost.
 STORE_LIMIT_S = 5.0
 
-# Number of successive requests that the store may leave unanswered, because another thread of this process may use it.
+# Number of successive requests that the store may leave unanswered, because another thread may be using its client.
 PATIENCE = 4
 
-# Seconds that a comparison may take. It does not delay the detection of a failure.
+# Time limit of a comparison in seconds. A comparison does not delay the detection of a failure.
 COMPARE_LIMIT_S = 60.0
 
 
@@ -51,16 +52,15 @@ class Watchdog:
     The thread runs from `start` to `leave`.
 
     Args:
-        store: Store with keys of this engine only. Only this class uses it, because a store's client serves one thread
-            at a time.
-        rank, world_size: Rank in the engine, and number of its ranks. With a single rank, the watchdog only formats
-            errors.
+        store: Store that contains only keys of this engine. Only this class uses it, because a store's client serves
+            one thread at a time.
+        rank, world_size: Rank in the engine, and number of ranks. With a single rank, the watchdog only formats errors.
         watched: Object to watch, such as an engine's `FailureLatch`: `status()` returns the status of this rank,
             `stalled_s()` the age of its oldest bucket in flight in seconds, and `trip(error, cause)` fails all buckets
             in flight.
-        give_up_after_s: Seconds that a bucket may be in flight. None: collectives raise errors themselves, as with
+        give_up_after_s: Seconds that a bucket may be in flight. None if collectives raise errors themselves, as with
             Gloo.
-        hosts, addresses: Name of every rank's host, and the addresses under which other hosts know it, for messages.
+        hosts, addresses: Name of every rank's host, and the addresses by which other hosts know it, for messages.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Watchdog:
         self._watched = watched
         self._hosts = hosts
         self._addresses = addresses
-        # With thousands of ranks each one reads less often, because all ranks share one store.
+        # With thousands of ranks, each rank reads less often, because all ranks share one store.
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
         self._error_of_all = ""
@@ -104,11 +104,11 @@ class Watchdog:
             self._thread.start()
 
     def compare(self, key: str, value: str) -> str:
-        """Write `value` to the store unless `key` is set, and return the value that the first rank wrote."""
+        """Set `key` in the store if no other rank has set it, and return the key's value."""
         return self._ask(lambda: self._first(key, value), limit_s=COMPARE_LIMIT_S)
 
     def report(self, noticed: str, cause: Exception) -> None:
-        """Report an error of a stage on this rank, and fail all buckets in flight on every rank."""
+        """Report an error in an all-reduce stage of this rank, and fail all ranks' buckets in flight."""
         if comes_from_others(cause):
             error = self.collect_status(noticed)
         else:
@@ -118,13 +118,13 @@ class Watchdog:
     def raise_alarm(self, error: str) -> str:
         """Publish this rank's error to all ranks, and return the error that all ranks report.
 
-        An error that another rank has published earlier takes precedence.
+        If another rank has published an error earlier, that error takes precedence.
         """
         error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)
         return self._agreed(lambda: self._write_error(error), error)
 
     def collect_status(self, noticed: str) -> str:
-        """Ask all ranks for their status, publish a diagnosis, and return the error that all ranks report."""
+        """Diagnose a failure by asking all ranks for their status, and return the error for all ranks."""
         if self._world_size == 1:
             return f"comm: {noticed}."
 
@@ -136,13 +136,13 @@ class Watchdog:
         return self._agreed(write_diagnosis, f"comm: {noticed}.")
 
     def leave(self) -> None:
-        """End the watchdog thread, and announce to other ranks that this rank has closed its engine."""
+        """End the watchdog thread, and inform other ranks that this rank has closed its engine."""
         if self._ended.is_set():
             return
         self._ended.set()
         if (
             self._is_cut_off
-        ):  # No rank can be reached, and each request would take until its time limit.
+        ):  # No rank can be reached, and each request would take its full time limit.
             return
         was_started = self._thread.ident is not None
         if was_started:
@@ -166,7 +166,7 @@ class Watchdog:
             readers = list(range(1, self._world_size))
             if (
                 waited_s > 2 * self._idle_poll_s
-            ):  # By then every living watchdog has written its status.
+            ):  # By then, every watchdog that is alive has written its status.
                 readers = [rank for rank in readers if self._store.check([f"status/{rank}"])]
             if all(self._store.check([f"read/{rank}"]) for rank in readers):
                 return
@@ -181,7 +181,7 @@ class Watchdog:
     def _run(self) -> None:
         since_asked_s = 0.0
         has_answered = False
-        num_unanswered = 0  # number of successive requests
+        num_unanswered = 0  # number of successive requests without an answer
         while not self._ended.wait(self._poll_s):
             since_asked_s += self._poll_s
             stalled_s = self._watched.stalled_s()
@@ -193,8 +193,8 @@ class Watchdog:
             try:
                 if not has_answered and self._ask(lambda: self._store.check(["alarm"])):
                     self._ask(self._write_status)
-                    has_answered = True  # From now on this thread only waits for the error.
-                # The error comes after the alarm, because the rank that raised it collects every status first.
+                    has_answered = True  # from now on, this thread only waits for the error
+                # The error follows the alarm, because the rank that raised the alarm first collects all statuses.
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     self._fail_with_error_of_all()
                     return
@@ -203,7 +203,7 @@ class Watchdog:
                 num_unanswered = 0
             except Exception as error:
                 num_unanswered += 1
-                # A timeout may be caused by another thread that uses the store. An error of the connection is final.
+                # A timeout may be caused by another thread that uses the store. A connection error is final.
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
                 # If nothing is stalled, this rank does not wait for other ranks.
@@ -224,7 +224,7 @@ class Watchdog:
         )
 
     def _check_presence(self, stalled_s: float) -> None:
-        """Answer status requests of other ranks, and ask all ranks if this rank has waited too long."""
+        """Answer status requests, and ask all ranks for their status if this rank has waited too long."""
         if self._give_up_after_s is None or self._ended.is_set():
             return
         self._presence.answer()
@@ -250,7 +250,7 @@ class Watchdog:
         connections = []
         if (
             waited_s > 0
-        ):  # Only a rank that waits reads its connections, because each costs a system call.
+        ):  # Only a rank that waits reads the state of its connections, because each needs a system call.
             connections = tcp_info.tcp_connections()
         liveness = tcp_info.liveness_by_address(connections, waited_s=waited_s)
         return replace(status, liveness=liveness)
@@ -259,7 +259,7 @@ class Watchdog:
         self._store.set(f"status/{self._rank}", self._status_and_liveness().to_json())
 
     def _store_failed(self, error: Exception) -> str:
-        """Describe a failure of the rendezvous store, with the state of its host if it is known."""
+        """Describe a failure of the rendezvous store, including the state of its host if it is known."""
         liveness = self._liveness_of_store()
         host = "of rank 0"
         if self._hosts:
@@ -297,7 +297,7 @@ class Watchdog:
         self._store.set("alarm", "1")
         self._write_status()
         keys = [(f"status/{rank}",) for rank in range(self._world_size)]
-        # The time that the slowest watchdog may take to see the alarm. The last term is the time to read all answers.
+        # Time that the slowest watchdog may need to see the alarm. The last term is the time to read all answers.
         limit_s = self._idle_poll_s + 2 * self._poll_s + 0.5 + self._world_size / 250
         return collect(
             self._store,
@@ -308,14 +308,14 @@ class Watchdog:
         )
 
     def _agreed(self, request: Callable[[], str], fallback: str) -> str:
-        """Publish an error, and return the error that all ranks report.
+        """Publish an error unless another rank did so before, and return the error for all ranks.
 
         Args:
-            request: Function that writes an error into the store, and returns the error that was written first.
+            request: Function that writes an error to the store, and returns the error that was written first.
             fallback: Error to report if the store does not answer.
         """
         try:
-            if self._error_of_all:  # The store may have ended with rank 0 since.
+            if self._error_of_all:  # The store may have ended with rank 0 in the meantime.
                 return self._error_of_all
             if self._is_cut_off:
                 raise TimeoutError("the rendezvous store did not answer an earlier request")
@@ -357,7 +357,7 @@ class Watchdog:
 def short(error: BaseException) -> str:
     """Return the type and the first line of an error.
 
-    This omits the C++ stack that torch's store errors contain.
+    The C++ stack trace in torch's store errors is omitted.
     """
     first_line = ""
     lines = str(error).splitlines()
@@ -367,7 +367,7 @@ def short(error: BaseException) -> str:
 
 
 def private_store(prefix: str) -> dist.Store:
-    """Return the default process group's store with a key prefix, so that engines do not share keys."""
+    """Return the default process group's store, with a prefix that separates the keys of engines."""
     # The store's client serves one thread at a time. A clone would not wait for other threads, but it costs a
     # connection per rank. If host names resolve slowly, the store's host blocks for seconds at each connection.
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())

@@ -1,1 +1,1 @@
-"""Communication statistics, with the traffic and times of buckets, step phases and a timeline."""
+"""Communication statistics: traffic and timing of buckets, step phases, and a timeline."""

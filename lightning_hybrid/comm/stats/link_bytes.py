@@ -1,4 +1,4 @@
-"""Traffic of all-reduce algorithms on a node's links, and the lower bound for any algorithm."""
+"""Bytes that all-reduce algorithms send over a node's links, and the minimum for any algorithm."""
 
 from __future__ import annotations
 
@@ -68,27 +68,27 @@ def traffic_of(
         world_gather,     across = (N - 1) / N S                   each rank's 1 / P to equal local ranks, then as
         world_collect                                              node_gather; or directly to rank zero
 
-    A codec uses no ring. Each rank sends one shard to each other rank, and then the sum of its own shard. With one rank
-    of each node in a group, the bytes are the same as above. With several ranks on a node, `flat` and `parallel_flat`
-    send
+    Codecs do not use a ring. Each rank sends one shard to each other rank, and then the sum of its own shard. If a
+    group has one rank on each node, the bytes are the same as above. With several ranks on a node, `flat` and
+    `parallel_flat` send
 
         across = 2 k (P - k) / P A            inside = 2 k (k - 1) / P A
 
     `e` is 1 if ranks are numbered node by node, and k if ranks are assigned to nodes in turn. On one node A is S.
     Adasum sends as much as `hierarchical`. The formulas describe the algorithms on the CPU, because NCCL has its own
-    rings. They ignore the checksum of a step, fractions of a KiB, the inner products of Adasum, and with a codec the
-    shorter last shard of a chunk. They also ignore that chunks of few KiB, which each node sends to all other nodes
+    rings. They ignore the checksum of a step, fractions of a KiB, the inner products of Adasum, and, with a codec, the
+    shorter last shard of a chunk. They also ignore that chunks of a few KiB, which each node sends to all other nodes
     (`between_nodes_form`), cost N / 2 times `across`.
 
     Args:
         algorithm: All-reduce algorithm, or collective of a sharded update.
         topology: Topology.
         num_bytes: Size of the tensor in bytes.
-        num_bytes_across: Size of the tensor between nodes in bytes. None: `num_bytes`.
-        is_ring: Whether reductions between nodes use a ring. False: a codec.
+        num_bytes_across: Size of the tensor between nodes in bytes. The default is `num_bytes`.
+        is_ring: Whether reductions between nodes use a ring. It is False for a codec.
 
     Raises:
-        ValueError: `algorithm` is `two_level` and nodes differ in size, so that there are no shards.
+        ValueError: `algorithm` is `two_level`, but there are no shards, because nodes differ in size.
 
     Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69); tests/netlab measures `across` and `inside`.
     """
@@ -130,7 +130,7 @@ def traffic_of(
 
 
 def _traffic_of_exchange(name: str, topology: Topology, num_bytes: float) -> Traffic:
-    """Return the traffic of a collective of a sharded update, by the formulas of `traffic_of`."""
+    """Return the traffic of a collective of a sharded update, using the formulas in `traffic_of`."""
     if name == "world_sum":
         return replace(traffic_of("flat", topology, num_bytes), least_across=0.0)
     num_nodes = topology.num_nodes

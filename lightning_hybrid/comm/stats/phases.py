@@ -1,4 +1,4 @@
-"""Measurement of the time that each phase of a training step takes on one rank.
+"""Timing of the phases of a training step on one rank.
 
     input       next batch requested -> training_step           waits for data, copies to the device
     forward     training_step -> backward
@@ -7,8 +7,8 @@
     optimizer   gradients averaged -> weights updated
     callbacks   weights updated -> next batch requested         loggers, validation, and collectives of the loop
 
-The strategy and the engine mark the beginning of each phase with a timestamp of a `PhaseClock`. A timestamp is a time
-of the host, or an event on a device, which is read when the device has passed it.
+The strategy and the engine mark the beginning of each phase with a timestamp of a `PhaseClock`. A timestamp is either a
+time on the host, or a device event, which is read once the device has reached it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 
 class Phase(Enum):
-    """Phase of a training step, such as forward or waiting for other ranks."""
+    """Phase of a training step, such as the forward pass or waiting for other ranks."""
 
     INPUT = "input"
     FORWARD = "forward"
@@ -32,13 +32,13 @@ class Phase(Enum):
 
 
 class PhaseClock(Protocol):
-    """Interface of a clock whose timestamps may become readable only later, such as CUDA events."""
+    """Interface of a clock whose timestamps may not be readable immediately, such as CUDA events."""
 
     def stamp(self) -> Any:
-        """Return a timestamp of the current time."""
+        """Take a timestamp."""
 
     def is_readable(self, stamp: Any) -> bool:
-        """Return whether a timestamp and all earlier ones can be read without waiting."""
+        """Return whether a timestamp and all earlier timestamps can be read without waiting."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Return the number of seconds between two readable timestamps."""
@@ -52,7 +52,7 @@ class HostClock:
         return perf_counter()
 
     def is_readable(self, stamp: float) -> bool:
-        """Return True, because times of the host can always be read at once."""
+        """Return True, because host timestamps are always readable."""
         return True
 
     def seconds(self, begin: float, end: float) -> float:
@@ -65,9 +65,9 @@ StepTimes = Mapping[Phase, float]
 
 
 class StepPhases:
-    """Recorder of the time that each phase of a training step takes.
+    """Recorder of the time spent in each phase of a training step.
 
-    Only one thread at a time may call it.
+    Only one thread may call its methods at a time.
 
     Args:
         clock: Clock of the timestamps.
@@ -79,13 +79,13 @@ class StepPhases:
     def __init__(self, clock: PhaseClock) -> None:
         self.current = Phase.CALLBACKS
         self._clock = clock
-        # Begin of each phase, in order, of the step that is being recorded.
+        # Beginning of each phase of the current step, in order.
         self._marks: list[tuple[Phase, Any]] = [(self.current, clock.stamp())]
-        # Marks and end of the steps whose times have not been read yet.
+        # Marks and end of each step whose times have not been read yet.
         self._unread: deque[tuple[list[tuple[Phase, Any]], Any]] = deque()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPhases:
-        return self  # A copy of a hooked module or of the trainer shares the recorder.
+        return self  # Copies of a hooked module or of the trainer share the recorder.
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin another one."""
@@ -100,7 +100,7 @@ class StepPhases:
         self._marks = [(self.current, end)]
 
     def take_steps(self) -> list[StepTimes]:
-        """Remove and return the phase times of all steps that can be read without waiting, oldest first."""
+        """Remove and return the phase times of all steps that are readable, oldest first."""
         steps: list[StepTimes] = []
         while self._unread and self._clock.is_readable(self._unread[0][1]):
             marks, end = self._unread.popleft()

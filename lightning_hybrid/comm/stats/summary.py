@@ -1,4 +1,4 @@
-"""Communication summaries, with traffic, times and the time that backward does not overlap."""
+"""Summaries of communication, with traffic, times, and the time not overlapped by backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.comm.stats.link_bytes import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """Summary of the all-reduces of one bucket, with their number, traffic and times.
+    """Summary of one bucket's all-reduces, with their number, traffic and times.
 
     Times are None if they were not measured.
 
@@ -22,8 +22,8 @@ class BucketSummary:
         num_times: Number of times that the bucket was averaged.
         in_flight_s: Seconds from submission until the bucket is averaged. Buckets overlap, so the sum over buckets may
             exceed the `busy_s` of a `CommSummary`.
-        exposed_s: Seconds of the step's exposed time that belong to the bucket. They begin when the previous bucket is
-            finished, and end when this bucket is finished.
+        exposed_s: Exposed time of the step that is attributed to the bucket, in seconds. It begins when the previous
+            bucket is finished, and ends when this bucket is finished.
     """
 
     index: int
@@ -39,7 +39,7 @@ class BucketSummary:
 
     @property
     def contents(self) -> tuple[int, int, str, str, int, Traffic]:
-        """Fields that are equal in two summaries if and only if they describe the same bucket."""
+        """Key that identifies the bucket, for merging summaries of the same bucket."""
         return self.index, self.numel, self.dtype, self.algorithm, self.num_chunks, self.traffic
 
     def __add__(self, other: BucketSummary) -> BucketSummary:
@@ -55,20 +55,20 @@ class BucketSummary:
 class CommSummary:
     """Summary of one rank's communication since the previous summary.
 
-    Summaries of successive periods can be added. Times are in seconds of the wall clock. On CUDA they are measured by
-    events, beginning when a bucket's gradients are available. They are None if they were not measured, as in summaries
-    of older checkpoints.
+    Summaries of successive periods can be added. Times are in seconds of wall-clock time. On CUDA, they are measured by
+    events, from the moment when a bucket's gradients are available. Times that were not measured are None, as in
+    summaries of older checkpoints.
 
     Args:
         num_steps: Number of backward passes whose gradients were averaged.
         num_buckets: Number of submitted buckets.
         num_bytes: Bytes submitted, in the wire dtype.
         busy_s: Time with at least one bucket in flight.
-        exposed_s: Time that backward did not hide, from the submission of a step's last bucket until all buckets of the
-            step are averaged.
+        exposed_s: Communication time that backward did not hide, from the submission of a step's last bucket until all
+            buckets of the step are averaged.
         least_bytes_across, bytes_across, bytes_inside: Bytes on the links of the busiest node, as in `Traffic`.
-        rounding_error: Sum of the squared errors of a codec between nodes, for a sample of blocks.
-        rounded: Sum of the squares of the encoded values in this sample.
+        rounding_error: Sum of the squared errors of a codec between nodes, over a sample of blocks.
+        rounded: Sum of the squares of the encoded values in the same sample.
         buckets: Summaries of the buckets that were averaged, by index.
     """
 
@@ -86,7 +86,7 @@ class CommSummary:
 
     @property
     def exposed_by_bucket_s(self) -> dict[int, float]:
-        """Communication time in seconds that backward does not overlap, by bucket index.
+        """Communication time in seconds that backward does not hide, by bucket index.
 
         The dictionary is empty if the time was not measured.
         """
@@ -100,8 +100,8 @@ class CommSummary:
     def achieved_bytes_per_s(self) -> float | None:
         """Achieved bandwidth between nodes in bytes per second.
 
-        It is the minimum number of bytes between nodes, divided by the time with a bucket in flight. It is None on one
-        node, or if times were not measured.
+        The bandwidth is the minimum number of bytes that must be sent between nodes, divided by the time with a bucket
+        in flight. It is None on one node, or if times were not measured.
         """
         if not self.busy_s or not self.least_bytes_across:
             return None
@@ -111,14 +111,14 @@ class CommSummary:
     def quantisation_nmse(self) -> float | None:
         """Normalised mean squared error of the codec's quantization.
 
-        It is None without a codec, after inf or nan, and on CUDA.
+        The value is None if no codec is used, if values were inf or nan, and on CUDA.
         """
         if not self.rounded:
             return None
         return self.rounding_error / self.rounded
 
     def __add__(self, other: CommSummary) -> CommSummary:
-        # Buckets are matched by their contents, because a changed plan makes another bucket with the same index.
+        # Buckets are matched by their contents, because another bucket has the same index after the plan changes.
         buckets: dict[Any, BucketSummary] = {}
         for bucket in (*self.buckets, *other.buckets):
             summary = bucket

@@ -29,7 +29,7 @@ MOST_EVENTS = 500_000
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """Begin and end times of one bucket on a CUDA device, in seconds.
+    """Start and end times of one bucket on a CUDA device, in seconds.
 
     Args:
         bucket: Plan of the bucket.
@@ -38,8 +38,8 @@ class DeviceTimes:
         ready_s: Time at which the gradients were available.
         done_s: Time at which the bucket was averaged.
         stages: Name, begin, end and number of bytes of each stage.
-        is_in_update: Whether the bucket held no gradients and the optimizer step waited for it. None: it held no
-            gradients and the step did not wait.
+        is_in_update: True if the bucket held no gradients and the optimizer step waited for it, None if it held no
+            gradients and the step did not wait, and False if it held gradients.
     """
 
     bucket: BucketPlan
@@ -52,7 +52,7 @@ class DeviceTimes:
 
 
 class _Counts:
-    """Mutable counters of one bucket, from which a `BucketSummary` is made."""
+    """Mutable counters of one bucket, from which a `BucketSummary` is created."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -69,8 +69,8 @@ class CommTrace:
         keep_events: Whether to record a timeline, which `write` needs.
 
     Attributes:
-        measures_devices: Whether buckets on CUDA are timed. Buckets on a CPU always are.
-        phases: Recorder of the phases of each step. None: phases are not measured.
+        measures_devices: Whether buckets on CUDA are timed. Buckets on a CPU are always timed.
+        phases: Recorder of the phases of each step, or None if phases are not measured.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CommTrace:
         self._events: list[dict[str, Any]] = []
         self._first_s: float | None = None
         self._last_end_s = 0.0
-        # Re-entrant, because `replay` holds it during calls of `begin` and `end`.
+        # Re-entrant, because `replay` holds the lock while it calls `begin` and `end`.
         self._lock = threading.RLock()
         self._looks: list[Callable[[], None]] = []
         self._num_in_flight = 0
@@ -93,7 +93,7 @@ class CommTrace:
         self._reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommTrace:
-        return self  # A copy of a callback or of the trainer shares the trace, as it shares the engine.
+        return self  # Copies of a callback or of the trainer share the trace, as they share the engine.
 
     def _reset(self) -> None:
         self._counts: dict[str, Any] = {
@@ -102,7 +102,7 @@ class CommTrace:
         self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def measure_devices(self) -> None:
-        """Enable the timing of buckets on CUDA, beginning with the next bucket."""
+        """Enable timing of buckets on CUDA, starting with the next bucket."""
         self.measures_devices = True
 
     def enter(self, phase: Phase) -> None:
@@ -111,7 +111,7 @@ class CommTrace:
             self.phases.enter(phase)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Count the time within the block as waiting for other ranks, if phases are measured."""
+        """Count the time inside the returned context as waiting for other ranks."""
         if self.phases is None:
             return _NOTHING
         return self._wait_phase(self.phases)
@@ -126,7 +126,7 @@ class CommTrace:
             self.enter(phase)
 
     def look_first(self, look: Callable[[], None]) -> None:
-        """Register a function that is called before counters are read.
+        """Register a function to call before counters are read, such as one that polls the device.
 
         Args:
             look: Function of an engine that calls `replay` for the buckets which the device has finished.
@@ -134,8 +134,8 @@ class CommTrace:
         self._looks.append(look)
 
     def _look_first(self) -> None:
-        # The trace's lock must not be held here. A look takes its own lock first and then, in `replay`, the trace's
-        # lock, and the opposite order could deadlock.
+        # The trace's lock must not be held here. A `look` function takes its own lock first and then, in `replay`, the
+        # trace's lock. The opposite order could deadlock.
         for look in self._looks:
             look()
 
@@ -156,9 +156,9 @@ class CommTrace:
             num_bytes: Size of the bucket in bytes.
             is_last: Whether this is the last bucket of its step.
             traffic: Bytes on the links of a node.
-            at_s: Time of the submission. None: now.
-            is_in_update: Whether the bucket holds no gradients and the optimizer step waits for it. None: it holds no
-                gradients and the step does not wait (see `count_wait`).
+            at_s: Time of the submission. The default is now.
+            is_in_update: True if the bucket holds no gradients and the optimizer step waits for it, None if it holds no
+                gradients and the step does not wait (see `count_wait`), and False if it holds gradients.
         """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
@@ -174,13 +174,13 @@ class CommTrace:
             if self._busy_since_s is None:
                 self._busy_since_s = now_s
             if is_last or (is_in_update and self._exposed_since_s is None):
-                # Backward has finished, so from now on the step waits.
+                # Backward has finished, so the step waits from now on.
                 self._exposed_since_s = now_s
                 self._last_end_s = now_s
             return now_s
 
     def count(self, bucket: BucketPlan, traffic: Traffic, *, is_last: bool) -> None:
-        """Count a submitted bucket whose times are not measured."""
+        """Count a submitted bucket without measuring its times."""
         with self._lock:
             self._count(bucket.num_bytes, traffic, is_last=is_last)
 
@@ -202,10 +202,10 @@ class CommTrace:
         """Count a submitted bucket as averaged or failed.
 
         Args:
-            bucket: Plan of the averaged bucket. None: the bucket has failed.
-            began_s: Time of the submission, as `begin` returned it.
+            bucket: Plan of the averaged bucket, or None if the bucket has failed.
+            began_s: Time of the submission, as returned by `begin`.
             traffic: Bytes on the links of a node.
-            at_s: Time of the end. None: now.
+            at_s: Time of the end. The default is now.
         """
         with self._lock:
             self._num_in_flight -= 1
@@ -213,8 +213,8 @@ class CommTrace:
                 return
             now_s = self._clock() if at_s is None else at_s
             if bucket is not None:
-                # Exposed time begins when the step's last bucket is submitted. Each bucket gets the time since the
-                # bucket that finished before it.
+                # Exposed time begins when the step's last bucket is submitted. Each bucket is charged for the time
+                # since the previous bucket finished.
                 self._event(f"bucket {bucket.index}", "buckets", began_s, now_s, bucket)
                 counts = self._by_bucket.setdefault(bucket, _Counts(traffic))
                 counts.num_times += 1
@@ -230,7 +230,7 @@ class CommTrace:
     def count_wait(self, began_s: float) -> None:
         """Count the time since `began_s` as exposed communication.
 
-        This applies if a forward waited for a collective of the last sharded update.
+        It is called after a forward pass has waited for a collective of the last sharded update.
         """
         with self._lock:
             self._add(exposed_s=self._clock() - began_s)
@@ -246,12 +246,12 @@ class CommTrace:
             self._add(rounding_error=error, rounded=rounded)
 
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
-        """Count averaged buckets by their begin and end times on the device."""
+        """Count buckets that the device has finished, with their start and end times on the device."""
         moments = []
         for bucket in buckets:
             moments.append((bucket.ready_s, False, bucket))
             moments.append((bucket.done_s, True, bucket))
-        # Under the lock, because a `drain` in between would use the host's clock.
+        # The lock is held, because a `drain` in between would use the host's clock.
         with self._lock:
             for at_s, is_end, bucket in sorted(moments, key=lambda moment: moment[:2]):
                 if is_end:
@@ -326,8 +326,8 @@ class CommTrace:
     def write(self, path: Path, *, rank: int) -> None:
         """Write the timeline to a JSON file in Chrome's trace format.
 
-        Times are in microseconds of this host's clock. On CUDA the device's clock is set to this clock at the first
-        bucket, and may be late by the time of the work that was queued then.
+        Times are in microseconds of this host's clock. On CUDA, the device's clock is synchronized with the host's
+        clock at the first bucket, and may be late by the duration of the work that was queued at that time.
         """
         self._look_first()
         with self._lock:
@@ -348,7 +348,7 @@ class CommTrace:
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
     def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
-        """Write the timeline to `rank<r>.json` in a folder, and only warn if that fails."""
+        """Write the timeline to `rank<r>.json` in a folder, or warn if that fails."""
         path = Path(folder) / f"rank{rank}.json"
         try:
             self.write(path, rank=rank)
@@ -362,7 +362,7 @@ class CommTrace:
     def drain(self) -> CommSummary:
         """Return a summary of the communication since the previous call, and reset the counters.
 
-        It never waits. On CUDA the summary covers the steps that the device has finished.
+        The call never waits. On CUDA, the summary covers the steps that the device has finished.
         """
         self._look_first()
         with self._lock:
@@ -378,7 +378,7 @@ class CommTrace:
             return self._drained + self._summary()
 
     def _summary(self) -> CommSummary:
-        # The time of buckets in flight is counted here up to now, and in the next summary from now on.
+        # Buckets in flight count up to now in this summary, and from now on in the next summary.
         if self._num_in_flight:
             now_s = self._clock()
             self._add_times(now_s)

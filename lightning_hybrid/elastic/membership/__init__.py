@@ -1,1 +1,1 @@
-"""Membership protocol by which the hosts of an elastic run agree on who takes part."""
+"""Membership protocol by which the hosts of an elastic run agree on the participating hosts."""

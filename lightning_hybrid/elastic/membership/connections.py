@@ -1,4 +1,4 @@
-"""Connections that carry JSON messages between ranks, one per line, all served by one thread per rank."""
+"""Connections for JSON messages between ranks, which one thread of each rank serves."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ log = logging.getLogger(__name__)
 
 LIMIT = 64 * 1024  # maximum bytes of a message
 
-# Maximum bytes that are buffered for a peer that does not read, such as a stopped process that is soon lost.
+# Maximum number of bytes that are buffered for a peer that does not read, such as a stopped process that will soon be
+# considered lost.
 MOST_UNSENT = 4 * 1024 * 1024
 
-# Errors that prove the death of the other process. Other errors may be those of the network.
+# Errors which prove that the other process has died. Other errors may be caused by the network.
 DEATH = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
-# Ticks per heartbeat between ranks of one host. Their heartbeats are rarer than those between hosts, because the kernel
-# reports the end of a process, and each heartbeat wakes a thread.
+# Ticks per heartbeat between ranks of one host. These heartbeats are less frequent than those between hosts, because
+# the kernel reports the end of a process anyway, and each heartbeat wakes a thread.
 TICKS_WITHIN_HOST = 4
 
-# Seconds that a connection may stay without a greeting, and that `close` waits for unsent messages.
+# Time limit in seconds for the greeting on a new connection, and for sending unsent messages in `close`.
 GREETING_S = 10.0
 LAST_WORDS_S = 0.5
 
 
 class MalformedError(ValueError):
-    """Error for received data that is not a valid message."""
+    """Error raised when received data is not a valid message."""
 
 
 class Connection(asyncio.Protocol):
     """Connection to another rank over one socket of a `SocketThread`.
 
-    The socket may still be connecting. Messages that arrive before `trust` is called go to the thread's `greet`.
+    The socket may still be connecting. Messages that arrive before `trust` is called are passed to the thread's
+    `greet`.
     """
 
     def __init__(self, sock: socket.socket, thread: SocketThread) -> None:
@@ -69,8 +71,8 @@ class Connection(asyncio.Protocol):
 
         Args:
             peer: Name of the peer, for log messages.
-            read: Called with each further message.
-            ended: Called when the connection ends, with True if the process at the other end has certainly died.
+            read: Callback for each later message.
+            ended: Callback for the end of the connection. Its argument is True if the other process has certainly died.
         """
         self.peer = peer
         self.is_trusted = True
@@ -78,9 +80,9 @@ class Connection(asyncio.Protocol):
         self._ended = ended
 
     def send(self, **message: Any) -> None:
-        """Send a message as soon as the socket accepts it.
+        """Send a message, or buffer it until the socket accepts it.
 
-        The message is dropped if `MOST_UNSENT` bytes are unsent already.
+        If `MOST_UNSENT` bytes are already buffered, the message is dropped.
 
         Raises:
             MalformedError: The message is longer than `LIMIT` bytes.
@@ -96,11 +98,11 @@ class Connection(asyncio.Protocol):
             self._transport.write(line)
 
     def num_unsent(self) -> int:
-        """Return the number of buffered bytes that the socket has not accepted yet."""
+        """Return the number of bytes that are buffered because the socket has not accepted them yet."""
         return self._transport.get_write_buffer_size() if self.is_connected else 0
 
     def drop(self) -> None:
-        """Close the connection without calling the callback for its end."""
+        """Close the connection without calling the callback `ended`."""
         self._thread.sockets.pop(self.sock, None)
         if self.is_connected:
             self._transport.abort()
@@ -112,7 +114,7 @@ class Connection(asyncio.Protocol):
         transport.write(self._unsent)
 
     def data_received(self, data: bytes) -> None:
-        """Read the messages that have arrived, and close the connection if one is malformed."""
+        """Process the messages that have arrived, and close the connection if a message is malformed."""
         *lines, self._received = (self._received + data).split(b"\n")
         try:
             if max(map(len, [*lines, self._received])) > LIMIT:
@@ -132,7 +134,7 @@ class Connection(asyncio.Protocol):
             self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Report the end of the connection, unless this rank has closed it."""
+        """Call the callback `ended`, unless this rank has closed the connection."""
         self.sock.close()
         if self._thread.sockets.pop(self.sock, None):
             self._ended(error is None or getattr(error, "errno", 0) in DEATH)
@@ -141,13 +143,13 @@ class Connection(asyncio.Protocol):
 class SocketThread:
     """Thread that serves all membership sockets of one rank.
 
-    Everything except `start`, `post` and `close` runs in this thread, which ends with `close`.
+    All methods except `start`, `post` and `close` run in this thread, which `close` ends.
 
     Args:
         settings: Membership settings of this rank.
         deliver: Callback for events, called in this thread: `("view", proposal)`, `("change", why)`,
             `("isolated", why)`, `("refused", why)`, and `("lost", why)` if a rank of this host has died.
-        *listeners: Sockets on which other ranks connect.
+        *listeners: Sockets to which other ranks connect.
     """
 
     key = ""  # key of this host, once known
@@ -162,13 +164,13 @@ class SocketThread:
         self._loop.set_exception_handler(self._crash)
         self._end: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
-        # A forked worker that kept the sockets would hide the death of this process from other ranks.
+        # If forked workers kept the sockets open, other ranks would not notice the death of this process.
         os.register_at_fork(after_in_child=_closer(weakref.ref(self)))
 
     # ---- what differs ------------------------------------------------------------------------------------------------
 
     def greet(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Read the first message of a connection, which the base class always rejects.
+        """Process the first message of a connection, which the base class always rejects.
 
         Raises:
             MalformedError: The message is not a valid greeting.
@@ -180,7 +182,7 @@ class SocketThread:
 
         Args:
             now: Current time in seconds.
-            is_late: Whether this thread was paused so long that it may not have read the messages of other ranks.
+            is_late: Whether this thread was paused for so long that messages of other ranks may be unread.
         """
         raise NotImplementedError
 
@@ -196,12 +198,12 @@ class SocketThread:
         self._thread.start()
 
     def post(self, command: Callable[..., object], *arguments: Any) -> None:
-        """Schedule a function call in the thread, or do nothing if the thread has ended."""
+        """Schedule a function call in the thread, unless the thread has ended."""
         with suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(command, *arguments)
 
     def close(self) -> None:
-        """Send unsent messages for a short time, then end the thread and close all sockets."""
+        """Try to send all buffered messages, then end the thread and close all sockets."""
         self.post(self._end.cancel)
         if self._thread is not threading.current_thread():
             self._thread.join(2 * LAST_WORDS_S + self._settings.tick_s)
@@ -213,7 +215,7 @@ class SocketThread:
 
         Args:
             sock: The socket.
-            address: "ip:port" to which the socket begins to connect. Empty: the socket is connected.
+            address: "ip:port" to which the socket begins to connect, or empty if it is already connected.
         """
         self.sockets[sock] = connection = Connection(sock, self)
         connection.opening = self._loop.create_task(self._open(connection, address))
@@ -235,7 +237,7 @@ class SocketThread:
         return [connection for connection in self.sockets.values() if connection]
 
     def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # No caller can catch this error, so all sockets close at once, as if this rank had died.
+        # No caller can catch this error. All sockets are closed at once, as if this rank had died.
         if not self._end.done():
             self._end.set_exception(context.get("exception") or RuntimeError(context["message"]))
             self._close_all()
@@ -298,9 +300,9 @@ def split(address: str) -> tuple[str, int]:
 
 
 def own_ip_towards(address: str) -> str:
-    """Return the IP address of the local interface through which `address` is reached.
+    """Return the local IP address that would be used to connect to `address`.
 
-    Nothing is sent.
+    No data is sent.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(split(address))

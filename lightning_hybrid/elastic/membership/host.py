@@ -1,4 +1,4 @@
-"""Membership thread of the first rank of a host, which represents the host to the other hosts."""
+"""Membership thread of a host's first rank, which represents the host to other hosts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Answer:
-    """Latest reply of another host, which names the host to join.
+    """Latest reply of another host about which host to join.
 
     Attributes:
         host: Key of the host to join.
-        is_running: Whether that host has a run.
+        is_running: Whether the host to join has a run.
         time_s: Time at which the answer arrived, in seconds.
     """
 
@@ -50,14 +50,15 @@ class _Answer:
     time_s: float
 
 
-# Index of the answer of a host that called this one, instead of an index into `meet`.
+# Index for the answer of a host that has connected to this host, instead of an index into `meet`.
 _CALLER = -1
 
 
 class Host(SocketThread):
     """Membership thread of the first rank of a host.
 
-    It exchanges messages with the first ranks of other hosts, and forwards the outcome to the ranks of its own host.
+    The thread exchanges messages with the first ranks of other hosts, and forwards results to the ranks of its own
+    host.
 
     Args:
         settings: Settings of this rank.
@@ -65,7 +66,7 @@ class Host(SocketThread):
     """
 
     def __init__(self, settings: Settings, deliver: Callable[[str, Any], None]) -> None:
-        # Index into `meet` of the address that this host holds.
+        # Index into `meet` of the address at which this host listens.
         self._meet_index: int | None = None
         meet_listener: socket.socket | None = None
         for meet_index, address in enumerate(settings.meet):
@@ -99,20 +100,20 @@ class Host(SocketThread):
             min_hosts=settings.min_hosts,
             max_hosts=settings.max_hosts,
         )
-        # Outgoing connections by key of the other host, which has a connection of its own to this one.
+        # Outgoing connections, by key of the other host. The other host has its own connection to this host.
         self._peers: dict[str, Connection] = {}
         # Time of the latest message of each host, and of each rank of this host.
         self._seen_s: dict[str | int, float] = {}
-        # Time at which a host closed one connection, while a message may still arrive on another.
+        # Time at which a host closed one connection, while messages may still arrive on its other connection.
         self._ended_s: dict[str, float] = {}
         # Connections from the other ranks of this host, by local rank.
         self._ranks: dict[int, Connection] = {}
         # Connections to the addresses of `meet`, and their latest answers, by index into `meet` (or `_CALLER`).
         self._asked: dict[int, Connection] = {}
         self._answers: dict[int, _Answer] = {}
-        # Indices into `meet` of addresses where nobody listens.
+        # Indices into `meet` of addresses at which no host listens.
         self._refused: set[int] = set()
-        # Time since which this host has been asking, or since which its lobby has not grown.
+        # Time at which this host began to ask, or at which the last host joined its lobby.
         self._since_s = 0.0
         self._num_waiting = 0
         self._num_ticks = 0
@@ -122,7 +123,7 @@ class Host(SocketThread):
 
         Args:
             committed: Number of steps that the rank has completed, or -1 if it lacks the state of the run.
-            store: "ip:port" of a new TCP store, from the first rank.
+            store: "ip:port" of a new TCP store, if the rank is the first rank.
             local: Local rank.
         """
         self._since_s = monotonic()
@@ -164,7 +165,7 @@ class Host(SocketThread):
         return f"more hosts: `min_hosts` is {self._settings.min_hosts}"
 
     def _waits_for_hosts(self) -> str:
-        """Describe which addresses of `meet` answer, and how many hosts are present and required."""
+        """Describe which addresses in `meet` respond, and how many hosts are present and required."""
         settings = self._settings
         now = monotonic()
         texts = []
@@ -192,7 +193,7 @@ class Host(SocketThread):
         )
 
     def _act(self) -> None:
-        """Execute the actions that the state machine has queued, in order."""
+        """Execute the queued actions of the state machine in order."""
         while self.machine.out:
             action, *arguments = self.machine.out.pop(0)
             if action == "send":
@@ -210,7 +211,7 @@ class Host(SocketThread):
     # ---- to other hosts ----------------------------------------------------------------------------------------------
 
     def _peer(self, host: str) -> Connection:
-        """Return the outgoing connection to another host, and open it if there is none."""
+        """Return the outgoing connection to another host, opening it if necessary."""
         if host not in self._peers:
             self._peers[host] = self._connect(address_of(host), host, _CALLER)
         return self._peers[host]
@@ -233,7 +234,7 @@ class Host(SocketThread):
         return connection
 
     def _read_answer(self, meet_index: int, message: dict[str, Any]) -> None:
-        """Store another host's reply that names the host to join, or report that admission was refused."""
+        """Process another host's reply, which names the host to join or refuses admission."""
         if message["kind"] == "refused":
             self._deliver_to_ranks("refused", message["why"])
         elif message["kind"] != "at":
@@ -244,7 +245,7 @@ class Host(SocketThread):
             self._answers[meet_index] = _Answer(message["host"], message["is_running"], monotonic())
 
     def _has_closed(self, host: str, meet_index: int, is_dead: bool) -> None:
-        """Remove an outgoing connection that has ended, and check whether its host is lost."""
+        """Remove an outgoing connection that was closed, and check whether its host is lost."""
         if host:
             del self._peers[host]
             self._has_ended(host, is_dead)
@@ -255,14 +256,15 @@ class Host(SocketThread):
             self._refused.add(meet_index)
 
     def _has_ended(self, host: str, is_dead: bool) -> None:
-        """Check whether another host is lost, after a connection to or from it has closed.
+        """Check whether another host is lost, after a connection to or from the host was closed.
 
-        A host that leaves without an error says goodbye on its own connection.
+        A host that leaves without an error first sends a goodbye on its own connection.
         """
         if not is_dead:
             return
         if self._has_connection_from(host):
-            # A goodbye may be unread there, because sockets end in any order and only bytes of one socket are ordered.
+            # That connection may have an unread goodbye, because sockets are closed in any order, and order is
+            # guaranteed only for the bytes of a single socket.
             self._ended_s.setdefault(host, monotonic())
         else:
             self._lose_dead(host)
@@ -282,9 +284,9 @@ class Host(SocketThread):
         self._act()
 
     def _lose_hosts_without_goodbye(self, now: float) -> None:
-        """Mark a host as lost if it closed a connection and sent no goodbye within a heartbeat interval.
+        """Mark hosts as lost that closed a connection and sent no goodbye within a heartbeat interval.
 
-        By then, all messages that the host had sent have been read.
+        After this time, all messages that such a host had sent have been read.
         """
         for host, ended_s in list(self._ended_s.items()):
             if now - ended_s >= self._settings.tick_s:
@@ -293,7 +295,7 @@ class Host(SocketThread):
     # ---- from other hosts, and from ranks of this one ----------------------------------------------------------------
 
     def greet(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Read the first message of a connection, from a rank of this host or from another host."""
+        """Process the first message of a connection, from a rank of this host or from another host."""
         if message["kind"] != "hello":
             raise MalformedError("the first message is not a greeting")
         if connection.sock.family == socket.AF_UNIX:
@@ -310,7 +312,7 @@ class Host(SocketThread):
         """Accept a connection from another rank of this host if it is a process of the same user.
 
         Raises:
-            MalformedError: The process belongs to another user, or the local rank is connected already.
+            MalformedError: The process belongs to another user, or the local rank is already connected.
         """
         credentials = connection.sock.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
@@ -330,7 +332,7 @@ class Host(SocketThread):
         connection.send(kind="hello", key=self.key)
 
     def _refuse(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Refuse admission to a host with other run settings, and send it the differences."""
+        """Refuse admission to a host whose run settings differ, and send it the differences."""
         token, refused_token = differing_parts(self._settings.token, str(message["token"]))
         log.warning(
             "elastic: refused host %s, because its `token` is %s instead of %s",
@@ -370,21 +372,21 @@ class Host(SocketThread):
             del self._ranks[local]
 
     def _has_rank_ended(self, local: int, is_dead: bool) -> None:
-        """Report the death of another rank of this host, unless it has said goodbye."""
+        """Report that another rank of this host has died, unless it has sent a goodbye."""
         if local in self._ranks and not self.machine.is_over:
             self._deliver("lost", f"rank {local} of this host has exited")
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Send heartbeats, and mark hosts and ranks as lost whose heartbeats have stopped.
+        """Send due heartbeats, and mark hosts and ranks as lost if their heartbeats have stopped.
 
         Args:
             now: Current time in seconds.
-            is_late: Whether this thread was paused so long that it has not read the messages of other hosts and ranks.
+            is_late: Whether this thread was paused for so long that messages of other hosts and ranks may be unread.
         """
         machine = self.machine
         if machine.is_over:
             return
-        # Messages of other hosts and ranks may have arrived without being read.
+        # Messages of other hosts and ranks may have arrived, but have not been read yet.
         if is_late:
             self._seen_s = dict.fromkeys(self._seen_s, now)
         self._lose_hosts_without_goodbye(now)
@@ -397,7 +399,7 @@ class Host(SocketThread):
         self._act()
 
     def _watch_hosts(self, now: float) -> None:
-        """Send a heartbeat to each other host, and mark hosts as lost after too long a silence."""
+        """Send a heartbeat to every other host, and mark hosts as lost that have been silent for too long."""
         machine = self.machine
         silent_s = self._settings.silent_s
         watched = set(machine.lobby)
@@ -411,7 +413,7 @@ class Host(SocketThread):
                 machine.lose(host, "silent", f"host {name_of(host)} was silent for {silent_s:g} s")
 
     def _watch_ranks(self, now: float, *, sends_sign: bool) -> None:
-        """Send due heartbeats to the ranks of this host, and report ranks after too long a silence."""
+        """Send due heartbeats to this host's ranks, and report ranks that have been silent for too long."""
         limit_s = 2 * self._settings.silent_s
         for local, connection in self._ranks.items():
             if sends_sign:
@@ -422,7 +424,7 @@ class Host(SocketThread):
     # ---- meeting -----------------------------------------------------------------------------------------------------
 
     def _meet(self, now: float) -> None:
-        """Look for a run to join or start one, or invite waiting hosts if this host coordinates a run."""
+        """Join or start a run, or invite waiting hosts if this host coordinates a run."""
         machine = self.machine
         is_starting = not machine.run and len(machine.committed) == self._settings.ranks_per_host
         if not is_starting and not machine.is_head():
@@ -444,7 +446,7 @@ class Host(SocketThread):
         connection.send(kind="at", host=self.machine.head(), is_running=bool(self.machine.run))
 
     def _join_or_form(self, now: float) -> None:
-        """Ask another host for admission, or start a run if no other host has precedence."""
+        """Ask another host for admission, or start a run if this host has precedence."""
         host = self._host_to_join(now)
         if host is not None:
             machine = self.machine
@@ -492,8 +494,8 @@ class Host(SocketThread):
     def _admit(self, host: str, committed: list[int]) -> None:
         """Add a host that asked for admission to the list of waiting hosts.
 
-        Only the head of a run admits hosts, or a host without a run. If this host is neither, or is not yet connected
-        to the other one, the other host asks again later.
+        Only the head of a run, or a host without a run, admits hosts. If this host is neither, or is not yet connected
+        to the other host, the other host asks again later.
 
         Args:
             host: Host that asked.

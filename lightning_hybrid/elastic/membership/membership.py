@@ -26,29 +26,32 @@ from lightning_hybrid.elastic.membership.view import (
     members_of,
 )
 
-# Seconds between two messages of a rank that waits for a view. It is our choice: present hosts meet within 10 s.
+# Seconds between two log messages of a rank that waits for a view. We chose this value because hosts that are present
+# meet within 10 s.
 WAIT_MESSAGE_S = 15.0
 
 
 def end_process(why: str) -> None:
     """Exit this process immediately, because another rank of its host has died.
 
-    The host counts as lost as a whole.
+    The whole host is considered lost.
     """
     print(f"elastic: {why}; this rank exits too", file=sys.stderr, flush=True)
     os._exit(75)
 
 
 class Follower(SocketThread):
-    """Membership thread of a rank that is not the first of its host.
+    """Membership thread of any rank except the first rank of a host.
 
-    It exchanges messages with the first rank of its host only.
+    The thread exchanges messages only with the first rank of its host.
     """
 
     _first: Connection | None = None
     _has_left = False
     _seen_s = 0.0
-    _committed: int | None = None  # completed steps of this rank, until the first rank can be told
+    _committed: int | None = (
+        None  # completed steps of this rank, until they are sent to the first rank
+    )
 
     def come(self, committed: int) -> None:
         """Tell the first rank that this rank waits for the next membership view.
@@ -71,7 +74,7 @@ class Follower(SocketThread):
             self._first.send(kind="bye")
 
     def waits_for(self) -> str:
-        """Return a description of the ranks that the next membership view is waiting for."""
+        """Describe the ranks that the next membership view is waiting for."""
         return "the first rank of this host, which communicates with the other hosts"
 
     def _say_it(self) -> None:
@@ -86,7 +89,7 @@ class Follower(SocketThread):
             self.key = message["key"]
             self._say_it()
         elif kind != "alive":
-            # After one of these messages, the end of the first rank is not a loss.
+            # After one of these messages, the first rank may exit without being considered lost.
             self._has_left = self._has_left or kind in ("bye", "isolated", "refused")
         if kind not in ("hello", "alive", "bye"):
             self._deliver(kind, message["value"])
@@ -131,12 +134,12 @@ class Membership:
 
     Args:
         meet: Addresses "ip:port" or "name:port" at which hosts find each other, as in `Settings`.
-        on_change: Called in a thread of its own, once per view, with the view's number and the reason for its end: a
-            loss, or a host that joins. It may be called before `next_view` has returned that view, or after it has
-            returned the next.
-        make_store: Called on the first rank of each host before it waits for a view. Returns the "ip:port" of a new TCP
-            store. A view uses the store of one host.
-        on_own_host_lost: Called if another rank of this host has died. It is not meant to return.
+        on_change: Callback for the end of a view, called once per view in a separate thread, with the view's number and
+            the reason for its end: a loss, or a host that joins. It may be called before `next_view` has returned that
+            view, or after it has returned the next view.
+        make_store: Function that creates a TCP store and returns its "ip:port". The first rank of each host calls it
+            before it waits for a view. A view uses the store of one host.
+        on_own_host_lost: Callback for the death of another rank of this host. It should not return.
         **settings: As in `Settings`.
     """
 
@@ -157,8 +160,8 @@ class Membership:
         self._changed = threading.Condition()
         self._view: View | None = None
         self._error: Exception | None = None
-        self._is_waiting = False  # this rank waits for a view
-        self._has_told = True  # the caller knows that the current view has ended
+        self._is_waiting = False  # whether this rank waits for a view
+        self._has_told = True  # whether the caller knows that the current view has ended
         part = Follower if self._settings.local else Host
         self._part: Host | Follower = part(self._settings, self._deliver)
         self._part.start()
@@ -180,16 +183,16 @@ class Membership:
         Collective: every rank of every living host must call it.
 
         Args:
-            committed: Number of steps that this rank has completed. -1: it has not received the state yet that it was
-                to receive in the previous view.
+            committed: Number of steps that this rank has completed, or -1 if it has not yet received the state that it
+                should have received in the previous view.
             timeout_s: Maximum time to wait, in seconds.
-            on_wait: Called every `WAIT_MESSAGE_S` seconds with the seconds that this rank has waited, and a description
-                of what it waits for.
+            on_wait: Callback that is called every `WAIT_MESSAGE_S` seconds, with the seconds that this rank has waited
+                and a description of what it waits for.
 
         Raises:
-            TimeoutError: There was no view in time. The error names the ranks or hosts that were waited for.
+            TimeoutError: There was no view in time. The error names the missing ranks or hosts.
             IsolatedError: The other hosts continue without this host, or no host may continue.
-            RefusedError: The run that this host would join has another token.
+            RefusedError: The run that this host would join has a different token.
         """
         with self._changed:
             self._is_waiting = True
@@ -210,7 +213,7 @@ class Membership:
     def _wait_for_view(
         self, timeout_s: float, on_wait: Callable[[float, str], None] | None
     ) -> None:
-        """Wait until there is a membership view or an error, or until the timeout expires.
+        """Wait for a membership view or an error, or until the timeout expires.
 
         The caller holds the lock.
         """
@@ -231,21 +234,21 @@ class Membership:
     def end_view(self, why: str) -> None:
         """End the current membership view on all hosts, because this rank cannot take part in it.
 
-        `next_view` ends it too when it is called.
+        `next_view` also ends the current view when it is called.
         """
         self._part.post(self._part.end_view, why)
 
     enter = next_view  # for the first view of this rank, with the number of steps in its checkpoint
 
     def say_goodbye(self) -> None:
-        """Tell the other ranks that this rank ends without an error.
+        """Inform the other ranks that this rank exits without an error.
 
-        They then do not treat its closed sockets as a loss.
+        The other ranks then do not treat its closed sockets as a loss.
         """
         self._part.post(self._part.leave)
 
     def close(self) -> None:
-        """End the thread and close all sockets."""
+        """Stop the thread and close all sockets."""
         self._part.close()
 
     def _deliver(self, what: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Membership views, the quorum rule, and the choice of ranks that send and receive the training state."""
+"""Membership views, the quorum rule, and the selection of ranks that send or receive state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class IsolatedError(RuntimeError):
-    """Error on a host that must stop, because it cannot reach a quorum of the other hosts.
+    """Error raised on a host that must stop, because it cannot reach a quorum of hosts.
 
-    The other hosts continue without it, or no host may continue. Save, and end the run.
+    The other hosts continue without this host, or no host may continue. Save the state and end the run.
     """
 
 
 class RefusedError(RuntimeError):
-    """Error on a host that an existing run does not admit, because its settings differ."""
+    """Error raised on a host that an existing run does not admit, because its settings differ."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Member:
     """One rank in a membership view.
 
     Attributes:
-        id: Identifier that no other process has.
+        id: Unique identifier of the process.
         host: Name of its host.
         local: Its rank on the host.
         address: "ip:port" of its host.
@@ -39,20 +39,20 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """Numbered list of the ranks that train together until a host is lost or joins.
+    """Numbered list of the ranks that train together until a host joins or is lost.
 
     All members have the same view.
 
     Attributes:
-        number: Increasing number of the view. Some numbers may be left out.
-        members: Ranks, with hosts in order of entry and the ranks of a host in order of their local rank.
-        store: "ip:port" of a new TCP store, opened for this view only.
+        number: Number of the view, which increases from view to view. Some numbers may be skipped.
+        members: Ranks, with hosts in the order in which they joined, and the ranks of a host by local rank.
+        store: "ip:port" of a new TCP store that only this view uses.
         target: Number of completed steps that all ranks have after the change.
-        donors: By local rank, the id of a member that has completed `target` steps. It has the same local rank if there
-            is such a member, otherwise any local rank. Data-parallel ranks all have the same state. If the ranks of a
-            host share the update, all of them complete a step or none does, and there always is a member with that
-            local rank.
-        behind: Ids of members that receive the state from the donor of their local rank.
+        donors: For each local rank, the ID of a member that has completed `target` steps. If possible, this member has
+            the same local rank. Otherwise it may have any local rank, because data-parallel ranks all have the same
+            state. If the ranks of a host share the update, a member with the same local rank always exists, because
+            either all of them complete a step or none of them does.
+        behind: IDs of members that receive the state from the donor of their local rank.
         reasons: Reasons for the end of the previous view.
     """
 
@@ -79,17 +79,17 @@ class Settings:
     """Membership settings of one rank.
 
     Attributes:
-        host: Name of this host, which no other host of the run has.
+        host: Name of this host, which is unique in the run.
         local: Rank on this host.
         ranks_per_host: Number of ranks on each host.
-        meet: Addresses "ip:port" where starting hosts ask for the run, in the same order on all hosts. The host at the
-            first address is the arbiter if a broken link leaves two halves.
-        min_hosts: Minimum number of hosts. With fewer, a run does not continue.
-        max_hosts: Maximum number of hosts. Further hosts wait.
+        meet: Addresses "ip:port" at which starting hosts ask for the run, in the same order on all hosts. If a broken
+            link splits the hosts into two halves, the host at the first address is the arbiter.
+        min_hosts: Minimum number of hosts. With fewer hosts, a run does not continue.
+        max_hosts: Maximum number of hosts. Additional hosts wait.
         token: Description of the run's settings that must be equal on all hosts.
-        silent_s: Seconds without a heartbeat after which a host is lost. A rank of this host is lost after twice as
-            long, and ends its whole host.
-        wait_s: Seconds that the first meeting waits for more hosts than `min_hosts`.
+        silent_s: Seconds without a heartbeat after which a host is considered lost. A rank of this host is considered
+            lost after twice this time, which ends the whole host.
+        wait_s: Seconds that the hosts wait, when they first meet, for more hosts than `min_hosts`.
     """
 
     host: str
@@ -111,20 +111,20 @@ class Settings:
     def path(self) -> str:
         """Address of the abstract Unix socket at which the ranks of this host connect.
 
-        The socket ends with its process.
+        The socket is closed when its process exits.
         """
         words = "\n".join([str(os.getuid()), self.host, self.token, *self.meet])
         return "\0lightning-hybrid-" + hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
 def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
-    """Return the key of a host, a text with its name, address, index in `meet` and a random suffix.
+    """Create the key that identifies a host, from its name, address, index in `meet` and a random suffix.
 
     Args:
         name: Name of the host.
         address: "ip:port" of the host.
         place: Index of the address in `meet` at which the host listens, or None.
-        nonce: Random text, so that a restarted host has another key.
+        nonce: Random text, so that a restarted host has a different key.
 
     >>> key = host_key("node7", "10.0.0.7:41233", 0, "3fa9")
     >>> key, name_of(key), address_of(key), is_arbiter(key)
@@ -134,17 +134,17 @@ def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
 
 
 def name_of(host: str) -> str:
-    """Return the host name contained in a host's key."""
+    """Extract the host name from a host's key."""
     return host.rpartition("@")[0]
 
 
 def address_of(host: str) -> str:
-    """Return the "ip:port" contained in a host's key."""
+    """Extract the address "ip:port" from a host's key."""
     return host.rpartition("@")[2].partition("#")[0]
 
 
 def differing_parts(token: str, other: str) -> tuple[str, str]:
-    """Return the "name=value" settings that differ between two tokens, separately for each token.
+    """Return the "name=value" entries in which two tokens differ, separately for each token.
 
     A token is a list of "name=value" entries, separated by semicolons. Both tokens are returned in full if they have
     different numbers of entries.
@@ -161,7 +161,7 @@ def differing_parts(token: str, other: str) -> tuple[str, str]:
 
 
 def is_arbiter(host: str) -> bool:
-    """Return whether a host listens at the first meeting address, which breaks ties in a quorum vote."""
+    """Return whether a host is the arbiter, which listens at the first address and breaks ties in votes."""
     return host.rpartition("#")[2].startswith("0.")
 
 
@@ -171,7 +171,7 @@ def names_of(hosts: Sequence[str]) -> str:
 
 
 def members_of(hosts: Sequence[str], ranks_per_host: int) -> tuple[Member, ...]:
-    """Return a `Member` for each rank of the given hosts, in the order of a membership view."""
+    """Create a `Member` for each rank of the given hosts, in the order used by membership views."""
     return tuple(
         Member(f"{host}/{local}", name_of(host), local, address_of(host))
         for host in hosts
@@ -179,23 +179,23 @@ def members_of(hosts: Sequence[str], ranks_per_host: int) -> tuple[Member, ...]:
     )
 
 
-# Kinds of loss after which a host certainly casts no vote: its process has died, or it said goodbye. A host that is
-# "silent" may still be alive.
+# Kinds of loss after which a host certainly does not vote: its process has died, or it has sent a goodbye. A host that
+# is "silent" may still be alive.
 FOR_SURE = ("closed", "left")
 
 
 def who_hear_each_other(
     first: Sequence[str], others: Sequence[str], lost: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
-    """Return `first` extended by hosts of `others` that can reach every host already in the list.
+    """Select hosts that can all reach each other, beginning with the hosts in `first`.
 
-    A host of `others` is added if it and every host before it in the list can reach each other. Of two hosts that
-    cannot reach each other, the later one is left out.
+    A host from `others` is added if it and every host before it in the list can reach each other. Of two hosts that
+    cannot reach each other, the later host is left out.
 
     Args:
-        first: Hosts that are kept.
+        first: Hosts that are always selected.
         others: Hosts that may be added, in order of precedence.
-        lost: By host, the hosts that it has lost, with the kind of loss.
+        lost: For each host, the hosts that it has lost, with the kind of loss.
 
     >>> who_hear_each_other([], ["a", "b", "c"], {"b": {"c": "silent"}})
     ['a', 'b']
@@ -212,9 +212,9 @@ def who_hear_each_other(
 def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str, str]) -> bool:
     """Return whether `kept` is a quorum of `hosts`, so that no disjoint subset can continue.
 
-    If all other hosts are certainly gone, `kept` is a quorum. If some are silent, they may continue elsewhere. Then
-    `kept` needs more than half of `hosts`, or half with the arbiter. Hosts that have died count among `hosts`, because
-    the silent ones may have had their votes before.
+    If all other hosts are certainly gone, `kept` is a quorum. If some of them are silent, they may continue elsewhere.
+    In this case, `kept` needs more than half of `hosts`, or half including the arbiter. `hosts` includes hosts that
+    have died, because the silent hosts may have received their votes before.
 
     >>> a, b, c = "a@x:1#0.1", "b@x:2#-.2", "c@x:3#-.3"
     >>> have_the_votes([b], [a, b], {a: "closed"}), have_the_votes([b], [a, b], {a: "silent"})
@@ -230,13 +230,13 @@ def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str,
 
 
 def who_takes_from_whom(committed: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Choose the ranks that receive the training state, and the ranks that send it.
+    """Choose the ranks that need to receive the training state, and the ranks that send it.
 
     Args:
-        committed: Number of completed steps of the ranks of each host, by host in the order of the view.
+        committed: Number of steps that each rank has completed, by host, in the order of the view.
 
     Returns:
-        `target`, `donors` and `behind` of a `View`.
+        A dictionary with `target`, `donors` and `behind` of a `View`.
 
     >>> found = who_takes_from_whom({"a@x:1#0.1": [3, 4], "b@x:2#-.2": [3, 3]})
     >>> found["target"], found["donors"], len(found["behind"])

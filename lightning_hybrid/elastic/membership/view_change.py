@@ -1,11 +1,11 @@
-"""State machine for the change from one membership view to the next.
+"""State machine for the transition from one membership view to the next.
 
-Each host has one. Its inputs are messages and losses of hosts, and its outputs are messages. It uses no sockets, clocks
-or threads. README.md describes its states.
+Each host has its own state machine. The inputs are messages and losses of hosts, and the outputs are messages. It uses
+no sockets, clocks or threads. README.md describes its states.
 
-Dynamic voting keeps it safe when links fail. A proposal that may have been installed on some host counts as a view
-until it is known not to be, and the next proposal needs the votes of its hosts, too (Yeger Lotem, Keidar and Dolev
-1997, "Dynamic voting for consistent primary components", PODC).
+Dynamic voting makes the protocol safe when links fail. A proposal that may have been installed on some host is treated
+as a view until it is known that it was not installed. The next proposal therefore needs the votes of its hosts as well
+(Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 
 class ViewChange:
-    """State machine by which one host agrees with other hosts on the next membership view.
+    """State machine with which a host agrees with other hosts on the next membership view.
 
     Args:
         me: Key of this host.
@@ -35,8 +35,8 @@ class ViewChange:
         max_hosts: Maximum number of hosts in a view.
 
     Attributes:
-        out: Actions to be executed in order, and removed by the reader: `("send", host, message)`, `("change", why)`,
-            `("view", proposal)` and `("isolated", why)`.
+        out: Queue of actions, which the caller executes in order and removes: `("send", host, message)`,
+            `("change", why)`, `("view", proposal)` and `("isolated", why)`.
     """
 
     def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
@@ -44,34 +44,34 @@ class ViewChange:
         self._min_hosts = min_hosts
         self._max_hosts = max_hosts
         self.me = me
-        self.run = ""  # empty while this host waits in the lobby of another
+        self.run = ""  # empty while this host waits in the lobby of another host
         self.number = -1  # number of the latest view known to be installed on any host
         self.hosts: list[str] = []  # hosts of that view
         self.attempts: dict[
             tuple[int, str], list[str]
         ] = {}  # hosts of later proposals that may be installed, by number and proposer
-        self.top = -1  # greatest number heard of
+        self.top = -1  # greatest number that this host has heard of
         self.lost: dict[str, str] = {}  # kind of loss, by host
         self.out: list[tuple[Any, ...]] = []
         self.promised = (
             -1
-        )  # greatest number proposed or accepted here; equal or lower ones are refused afterwards
+        )  # greatest number proposed or accepted here; equal or lower numbers are refused
         self.lobby: dict[
             str, list[int]
         ] = {}  # completed steps of the ranks of each host that waits for a view
-        self.left_out: list[str] = []  # hosts excluded by this host; they return with another key
+        self.left_out: list[str] = []  # hosts excluded by this host; they can return with a new key
         self.is_over = self.has_had_view = False
         self.has_ended = True  # whether the current view has ended, or there is none
         self._clear()
 
     def _clear(self) -> None:
-        self.committed: dict[int, int] = {}  # by local rank, of ranks that wait for the next view
+        self.committed: dict[int, int] = {}  # completed steps of each waiting rank, by local rank
         self.readies: dict[str, Message] = {}
         self.offers: dict[str, Message] = {}
         self.accepted: Message = {}
         self.proposal: Message = {}
         self.accepts: list[str] = []
-        self.invited: list[str] = []  # hosts that were to join in any proposal of this host
+        self.invited: list[str] = []  # hosts that any proposal of this host has included as joining
         self.reasons: list[str] = []
         self.store = ""
 
@@ -79,7 +79,7 @@ class ViewChange:
         """Start a run with this host and all hosts that have asked it for admission.
 
         Args:
-            run: Name that no other run has.
+            run: Unique name of the run.
         """
         self.run = self.run or run
         self._advance()
@@ -99,7 +99,7 @@ class ViewChange:
         Args:
             local: Local rank.
             committed: Number of steps that the rank has completed, or -1 if it lacks the state of the run.
-            store: "ip:port" of a new TCP store, from the first rank.
+            store: "ip:port" of a new TCP store, if the rank is the first rank.
         """
         self.committed[local] = committed
         self.store = store or self.store
@@ -126,7 +126,7 @@ class ViewChange:
     def leave(self, why: str = "") -> None:
         """Leave the run, and notify the other hosts.
 
-        The host has finished without an error, or may not continue.
+        This is called when the host has finished without an error, or must not continue.
         """
         self._send(self.candidates(), kind="bye", why=why)
         self.is_over = True
@@ -151,7 +151,7 @@ class ViewChange:
         elif kind == "propose" and not self.run:
             self.offers[sender] = message
         elif message["run"] != self.run and (self.run or kind != "ready"):
-            if kind in ("propose", "ready"):  # this host has found another run meanwhile
+            if kind in ("propose", "ready"):  # this host has found another run in the meantime
                 self._send([sender], kind="bye", why="")
         elif kind == "excluded" and message["number"] > self.number:
             self._isolate(
@@ -170,7 +170,7 @@ class ViewChange:
         elif kind == "install" and message["number"] > self.number:
             if self.accepted and self.accepted["to"] == message["number"] == self.promised:
                 self._install(self.accepted)
-            else:  # this host has accepted a later proposal since
+            else:  # this host has accepted a later proposal in the meantime
                 self._learn(message["number"], message["hosts"])
         self._advance()
 
@@ -182,13 +182,13 @@ class ViewChange:
         return list(dict.fromkeys([*self.hosts, *later, self.me]))
 
     def living(self) -> list[str]:
-        """Return the hosts that could be in the current membership view and are not known to be lost."""
+        """Return the hosts that may be in the current membership view and are not known to be lost."""
         return [host for host in self.candidates() if host not in self.lost]
 
     def head(self) -> str:
         """Return the host that coordinates the run, as far as this host knows.
 
-        It is this host itself if it knows of no run.
+        If this host does not know of a run, it returns itself.
         """
         return self.living()[0]
 
@@ -197,7 +197,7 @@ class ViewChange:
         return bool(self.run) and self.head() == self.me
 
     def _concerns(self, sender: str, message: Message) -> bool:
-        """Return whether the sender belongs to the run, as far as this host and the sender know."""
+        """Return whether the sender of a message belongs to the run, according to both hosts."""
         if sender in self.candidates() or any(
             self.me in hosts and sender in hosts and number > self.number
             for number, _, hosts in message["attempts"]
@@ -213,7 +213,7 @@ class ViewChange:
         for number, proposer, hosts in message["attempts"]:
             if (
                 number > self.number and proposer != self.me
-            ):  # proposals of this host are void until it has installed them
+            ):  # proposals of this host are not valid until it has installed them
                 self.attempts[number, proposer] = hosts
                 self.top = max(self.top, number)
         for host, how in message["lost"].items():
@@ -277,14 +277,14 @@ class ViewChange:
         if offer is None:
             return
         is_late = offer["to"] <= max(self.promised, self.number) or offer["number"] < self.number
-        # Attempts of the proposer that it has left out are void. It must have heard of all attempts of other hosts.
+        # Attempts that the proposer made itself and left out are void. It must know all attempts of other hosts.
         heard = {(number, proposer) for number, proposer, _ in offer["attempts"]}
         heard |= {key for key in self.attempts if key[1] == head}
         if is_late or not heard.issuperset(self.attempts) or set(offer["next"]) & set(self.lost):
-            self._send([head], **self._ready())  # the head learns from this what to propose
+            self._send([head], **self._ready())  # this informs the head what to propose
             return
-        # Hosts that are left out are told now, and not at the installation, so that they hear of it before they can
-        # see the others end.
+        # Hosts that are left out are informed now and not at the installation, so that they know before they can see
+        # other hosts exit.
         self._exclude(
             [host for host in self.candidates() if host not in offer["next"]],
             offer["to"],
@@ -312,7 +312,7 @@ class ViewChange:
         if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
             self._isolate("no remaining host has the state of the run")
             return
-        # A host in the lobby joins with the next proposal, and not in the middle of one.
+        # A host in the lobby joins with the next proposal, but not in the middle of a proposal.
         joining = [
             host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby
         ]
@@ -326,7 +326,7 @@ class ViewChange:
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
             self.promised = self.top = self.top + 1
             steps = {host: self.readies[host]["committed"] for host in kept}
-            # At the first meeting every host has state. Later, a host that joins has none.
+            # At the first meeting, every host has the state. Later, a host that joins does not have it.
             steps |= {
                 host: [-1] * self._ranks_per_host if self.hosts else self.lobby[host]
                 for host in joining
@@ -368,7 +368,9 @@ class ViewChange:
         self.has_ended = False
         self.has_had_view = True
         self.out.append(("view", proposal))
-        if self.lost or self.attempts:  # with attempts, other hosts have seen a loss already
+        if (
+            self.lost or self.attempts
+        ):  # if there are attempts, other hosts have already seen a loss
             went = [f"{name_of(host)} went" for host in self.lost] or ["a host went"]
             self.end_view(" and ".join(went) + " meanwhile")
         self._admit()
@@ -377,7 +379,7 @@ class ViewChange:
         return [host for host in self.lobby if name_of(host) not in map(name_of, hosts)]
 
     def _admit(self) -> None:
-        """End the membership view if a host waits to join and fewer than `max_hosts` are present."""
+        """End the membership view if a host waits to join and there is room for another host."""
         living = self.living()
         if (
             self.hosts
