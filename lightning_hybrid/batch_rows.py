@@ -227,9 +227,8 @@ def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
         if not isinstance(value, MutableMapping):
             mapping_type: Any = type(value)
             return mapping_type(changed)
-        duplicate = copy.copy(
-            value
-        )  # a tokenizer's mapping has attributes in addition to its entries
+        # A tokenizer's mapping has attributes in addition to its entries.
+        duplicate = copy.copy(value)
         for key, entry in changed.items():
             duplicate[key] = entry
         return duplicate

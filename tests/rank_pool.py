@@ -93,9 +93,8 @@ class RankPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
-        self._generation = (
-            0  # of the default process group; a new one gets a fresh corner of the store
-        )
+        # Of the default process group; a new one gets a fresh corner of the store.
+        self._generation = 0
         self._live_world_size: int | None = None
         self._stacks = Path(tempfile.mkdtemp(prefix="rank_pool_"))
         atexit.register(self.close)

@@ -90,9 +90,8 @@ class HostCopies:
             host_copy = None
             if _is_plain_memory(tensor):
                 host_copy = copies.get(_key_of(tensor))
-            if (
-                host_copy is None
-            ):  # for example, a tensor that an object creates only while it is copied
+            # For example, a tensor that an object creates only while it is copied.
+            if host_copy is None:
                 host_copy = tensor.detach().clone()
             if tensor.requires_grad:  # checkpoint files store this flag
                 return host_copy.detach().requires_grad_()

@@ -239,9 +239,8 @@ def _user_io_or_durable(strategy: Any) -> Any:
         io = strategy._checkpoint_io_type()
         strategy._checkpoint_io = io
     elif isinstance(io, lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")):
-        io.checkpoint_io = (
-            strategy._checkpoint_io_type()
-        )  # A wrapper keeps the first plugin that it is given.
+        # A wrapper keeps the first plugin that it is given.
+        io.checkpoint_io = strategy._checkpoint_io_type()
     return io
 
 

@@ -69,9 +69,8 @@ class WriterThread:
     def take_error(self) -> BaseException | None:
         """Return and clear the stored error, or return None if no job has failed."""
         error = self._error
-        if (
-            error is not None
-        ):  # Otherwise, an error that the thread stores in the meantime would be lost.
+        # Otherwise, an error that the thread stores in the meantime would be lost.
+        if error is not None:
             self._error = None
         return error
 

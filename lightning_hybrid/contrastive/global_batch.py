@@ -53,9 +53,8 @@ class GlobalBatch(nn.Module):
     Source: Gao et al. 2021 (GradCache, arXiv:2101.06983).
     """
 
-    couples_the_batch: bool = (
-        False  # unlike the loss, because this module treats a step as one batch
-    )
+    # Unlike the loss, because this module treats a step as one batch.
+    couples_the_batch: bool = False
 
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()

@@ -50,7 +50,8 @@ class PairLoss(nn.Module):
             shapes on different ranks.
     """
 
-    couples_the_batch: bool = True  # the gradients of the chunks' losses do not add up to the gradient of the batch's loss
+    # The gradients of the chunks' losses do not add up to the gradient of the batch's loss.
+    couples_the_batch: bool = True
     spans_all_ranks: bool = True
 
     def __init__(self, *, block: int = 256) -> None:

@@ -89,9 +89,8 @@ class CppSource:
                     return self._open(path)
             self._build(compiler, flags, path)
             return self._open(path)
-        except (
-            OSError
-        ):  # The folder is not writable or not private, or libraries cannot be loaded from it.
+        except OSError:
+            # The folder is not writable or not private, or libraries cannot be loaded from it.
             with tempfile.TemporaryDirectory() as private_folder:
                 path = Path(private_folder, file_name)
                 self._build(compiler, flags, path)

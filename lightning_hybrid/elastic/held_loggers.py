@@ -39,14 +39,14 @@ class HeldLoggers:
         self._has_met = False
         self._is_first = False
         self._is_due = False
-        self._was_another_first = False  # whether another rank has written rows to files that this rank's loggers may open
+        # Whether another rank has written rows to files that this rank's loggers may open.
+        self._was_another_first = False
         for logger in self._loggers:
             for name in _CALLS:
                 setattr(logger, name, partial(self._hold, name, getattr(logger, name)))
         self._rank: int = vars(rank_zero_only)["rank"]
-        vars(rank_zero_only)["rank"] = (
-            self._rank + 1
-        )  # if the rank is above zero, Lightning does not open loggers before its next barrier
+        # If the rank is above zero, Lightning does not open loggers before its next barrier.
+        vars(rank_zero_only)["rank"] = self._rank + 1
         self._is_closed = True
 
     def let_lightning_open(self) -> None:
@@ -122,7 +122,6 @@ def keep_rows_of_csv(logger: Any) -> None:
     path.rename(kept)
     writer = logger.experiment
     with kept.open(newline="") as file:
-        writer.metrics_keys = list(
-            csv.DictReader(file).fieldnames or []
-        )  # header of the existing rows
+        # Header of the existing rows.
+        writer.metrics_keys = list(csv.DictReader(file).fieldnames or [])
     kept.rename(path)

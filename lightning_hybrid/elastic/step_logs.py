@@ -134,9 +134,8 @@ class EpochLogs:
         )
         for key, result in self._trainer._results.items():
             values = matching_key["values"].get(key, {})
-            if (
-                not self._is_first
-            ):  # other ranks of the host keep only the step's values, not the sums
+            # Other ranks of the host keep only the step's values, not the sums.
+            if not self._is_first:
                 values = {
                     name: values[name]
                     for name in ("_forward_cache", "has_reset")

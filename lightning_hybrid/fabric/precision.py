@@ -53,9 +53,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         # default returns True for every parameter, and can be pickled for `hybrid_allreduce_spawn`.
         self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
-        self._waits_for_backward = (
-            False  # True if a forward has built a graph and no backward has run since
-        )
+        # True if a forward has built a graph and no backward has run since.
+        self._waits_for_backward = False
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 

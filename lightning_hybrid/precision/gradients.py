@@ -342,14 +342,12 @@ class BackwardGradients:
         for parameter in parameters:
             gradient = self.scaled.pop(id(parameter), None)
             if gradient is not None:
-                if (
-                    self._window.pairs
-                ):  # This takes no memory, because DDP's buckets hold these gradients anyway.
+                # This takes no memory, because DDP's buckets hold these gradients anyway.
+                if self._window.pairs:
                     self.unscaled_in_step[id(parameter)] = gradient
                 parameter.grad = None
-                parameter.grad_dtype = (
-                    None  # None allows a half-precision gradient on an fp32 parameter.
-                )
+                # None allows a half-precision gradient on an fp32 parameter.
+                parameter.grad_dtype = None
                 parameter.grad = gradient
         try:
             yield

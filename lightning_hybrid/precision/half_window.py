@@ -170,9 +170,8 @@ class HalfPrecisionWindow:
             return
         for prepare in self.before_open:
             prepare()
-        self.is_open = (
-            True  # Set first, because an interrupt may occur when only some copies are shown.
-        )
+        # Set first, because an interrupt may occur when only some copies are shown.
+        self.is_open = True
         cast_(self.pairs.values())
         self._exchange()
         self.hooks.attach()

@@ -106,9 +106,8 @@ class ParameterPair:
     def show_gradient(self, gradient: Tensor | None) -> None:
         """Set the gradient to an fp32 tensor while the parameter is in half precision."""
         self.parameter.grad = None
-        self.parameter.grad_dtype = (
-            None  # None allows a gradient of another dtype than the parameter's.
-        )
+        # None allows a gradient of another dtype than the parameter's.
+        self.parameter.grad_dtype = None
         self.parameter.grad = gradient
 
     def hide_gradient(self) -> None:

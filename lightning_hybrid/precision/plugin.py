@@ -133,9 +133,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._has_strategy = False  # whether the strategy has called `connect_strategy`
         # `hybrid_allreduce_spawn` pickles the plugin, and `partial(bool, True)` can be pickled.
         self._is_last_backward: Callable[[], bool] = partial(bool, True)
-        self._flush_backward: Callable[[Tensor], object] = (
-            torch.is_tensor
-        )  # Does nothing by default.
+        # Does nothing by default.
+        self._flush_backward: Callable[[Tensor], object] = torch.is_tensor
         self._last_loss: Tensor | None = None
         self._scale: Tensor | None = None  # scale of the loss in the last backward
         self._is_arithmetic_on = False

@@ -66,9 +66,8 @@ class Evaluation:
         )
 
         self._trainer = trainer
-        if isinstance(
-            loader, ExactEvaluationLoader
-        ):  # The loader was wrapped by an earlier evaluation.
+        # The loader was wrapped by an earlier evaluation.
+        if isinstance(loader, ExactEvaluationLoader):
             return loader
         share = None
         if isinstance(loader, DataLoader):

@@ -192,9 +192,8 @@ class ErrorFeedbackExtension(FitExtension):
                 values = share
                 if node != fit.topology.node:
                     values = torch.zeros_like(share)
-                dist.reduce(
-                    values, dst=0
-                )  # over all ranks, because the ranks of a node have different blocks
+                # Over all ranks, because the ranks of a node have different blocks.
+                dist.reduce(values, dst=0)
                 if fit.topology.rank != 0:
                     continue
                 for name, row in slab.rows(values):

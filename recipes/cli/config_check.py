@@ -283,9 +283,8 @@ class Part:
 def _with_parts(value: Any, key: str) -> Any:
     if isinstance(value, dict) and "_target_" in value:
         target = target_of(value, key)
-        if not inspect.isclass(
-            target
-        ):  # a factory function builds the type of its return annotation
+        # A factory function builds the type of its return annotation.
+        if not inspect.isclass(target):
             returned = _hints_of(target).get("return")
             target = next(filter(inspect.isclass, (*typing.get_args(returned), returned)), object)
         return Part(value["_target_"], target, bool(value.get("_partial_")))

@@ -93,9 +93,8 @@ def _key_of(argument: str, parts: dict[str, dict[str, Any]], built_key: str) -> 
         if len(candidates) == 1:
             return candidates[0]
     if not keys and "strategy" in parts and _takes(parts["strategy"]["_target_"], argument):
-        return (
-            f"+strategy.{argument}"  # not in conf: Hydra adds the key if it is written with a plus
-        )
+        # Not in conf: Hydra adds the key if it is written with a plus.
+        return f"+strategy.{argument}"
     return ""
 
 

@@ -335,9 +335,8 @@ def finish(exit_code: int) -> None:
     try:
         wandb.finish(exit_code=exit_code)
         if folder is not None and os.path.isdir(folder):
-            with tempfile.TemporaryFile(
-                dir=folder
-            ) as probe:  # since version 0.31 W&B does not report a full disk
+            # Since version 0.31 W&B does not report a full disk.
+            with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(bytes(2**16))
     except OSError as error:
         from lightning.pytorch.utilities import rank_zero_warn

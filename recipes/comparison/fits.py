@@ -181,9 +181,8 @@ class FitPool:
         process.join()
         self._processes.discard(process)
         if error:
-            self._is_stopped = (
-                True  # set before this thread takes the next task, because the error ends the study
-            )
+            # Set before this thread takes the next task, because the error ends the study.
+            self._is_stopped = True
             raise FitError(error)
         return result
 

@@ -14,9 +14,8 @@ import lightning_hybrid  # registers the strategies
 class FineTuned(pl.LightningModule):
     def __init__(self, backbone, num_classes):
         super().__init__()
-        self.backbone = backbone.requires_grad_(
-            False
-        ).eval()  # Lightning keeps the mode, so the statistics stay fixed
+        # Lightning keeps the mode, so the statistics stay fixed.
+        self.backbone = backbone.requires_grad_(False).eval()
         self.head = torch.nn.Linear(128, num_classes)
 
     def training_step(self, batch, batch_idx):

@@ -207,9 +207,8 @@ def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = F
 
 
 def _timeout(request: CheckRequest) -> timedelta:
-    return timedelta(
-        seconds=60 if request.on_cuda else 20
-    )  # the first steps on a GPU compile kernels
+    # The first steps on a GPU compile kernels.
+    return timedelta(seconds=60 if request.on_cuda else 20)
 
 
 def _trained(

@@ -10,9 +10,8 @@ from lightning_hybrid.callbacks.run_report import html_page
 from recipes.gpu.runner import ON_GLOO, Check, CheckOutcome, Details, summary
 
 ARCHIVE = "gpu_report.zip"
-MOST_BYTES = (
-    4 * 2**20
-)  # maximum size of logs before compression, so that the archive stays below 5 MB
+# Maximum size of logs before compression, so that the archive stays below 5 MB.
+MOST_BYTES = 4 * 2**20
 COMMAND = "`python recipes/gpu_check.py`"
 RECORDS = "recipes/records/README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "gpu_check.html"

@@ -230,9 +230,8 @@ def resnet50(request: CheckRequest) -> Details:
         "status": verdict(request, is_fast=our_rate > max(lightning_rates.values(), default=0.0)),
         "message": message,
         "table": _table_of_arms(request, samples, errors),
-        "size": _size(
-            request
-        ),  # last, because it creates a CUDA context, and the ranks are forked processes
+        # Last, because it creates a CUDA context, and the ranks are forked processes.
+        "size": _size(request),
     }
 
 

@@ -52,9 +52,8 @@ def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
                 flat = _integers(0, numel, dtype, torch.device(request.device))
                 expected = flat.clone()
                 job = Job(flat=flat, topology=topology, by_backend=on_cuda)
-                for stage in (
-                    stages
-                ):  # an engine with one rank runs no stage; here each stage uses the world's group
+                # An engine with one rank runs no stage; here each stage uses the world's group.
+                for stage in stages:
                     run_stage(stage, job, dist.group.WORLD)
                 assert torch.equal(flat, expected), (
                     f"{algorithm} of {numel} {dtype} on one rank changed the tensor"

@@ -136,6 +136,5 @@ class _Head(nn.Module):
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), second_pass(
-        nn.Identity()
-    )  # recomputes with the modes of forward, such as emulated fp16
+    # Recomputes with the modes of forward, such as emulated fp16.
+    return nullcontext(), second_pass(nn.Identity())

@@ -61,9 +61,8 @@ TRAIN_KEYS: dict[str, Any] = {
 }
 
 
-SMALL_IMAGE = (
-    64  # largest image side, in pixels, that the small networks of conf/model are meant for
-)
+# Largest image side, in pixels, that the small networks of conf/model are meant for.
+SMALL_IMAGE = 64
 
 
 def check_precision(cfg: DictConfig) -> None:

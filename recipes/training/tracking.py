@@ -100,10 +100,9 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
         state: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
     except (
         Exception
-    ) as error:  # torch may raise RuntimeError, UnpicklingError, EOFError or KeyError here
-        if "weights_only" in str(
-            error
-        ):  # complete, but it contains objects of the user's own classes
+    ) as error:  # torch may raise RuntimeError, UnpicklingError, EOFError or KeyError
+        if "weights_only" in str(error):
+            # The file is complete, but it contains objects of the user's own classes.
             rank_zero_warn(
                 f"The tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run"
             )

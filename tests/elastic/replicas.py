@@ -95,9 +95,8 @@ class Scene:
     silent_s: float = 2.0
     # of networks that are not that of the others, by host
     widths: Mapping[str, int] = field(default_factory=dict)
-    join_ends_view: bool = (
-        True  # False: who asks to join is refused, and has ended before the others begin the step
-    )
+    # False: who asks to join is refused, and has ended before the others begin the step.
+    join_ends_view: bool = True
 
     @property
     def first_hosts(self) -> list[str]:

@@ -95,9 +95,8 @@ def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_a
         layer.register_forward_hook(look)
     images = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
     network(images).sum().backward()
-    assert (
-        num_outputs >= 12
-    )  # as many as AlexNet has before its last pooling, which leaves one pixel
+    # As many as AlexNet has before its last pooling, which leaves one pixel.
+    assert num_outputs >= 12
     assert not wrong
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d) and layer.kernel_size != (1, 1):

@@ -148,9 +148,8 @@ class Cluster:
 
     def _start_emulator(self) -> None:
         rates = ",".join(f"{rate:g}" for rate in self.mbit_per_s)
-        with tempfile.TemporaryDirectory(
-            prefix="netlab-"
-        ) as folder:  # a program that runs needs its file no more
+        # A program that runs needs its file no more.
+        with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
             binary = Path(folder, "netemu")
             _build(binary)
             self._emulator = subprocess.Popen(

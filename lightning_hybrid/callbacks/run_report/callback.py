@@ -141,9 +141,8 @@ class RunReport(Callback):
         """Start the clock, and begin to count the communication of this `fit` call."""
         self._fit_began_s = perf_counter()
         self._last_step = trainer.global_step
-        self._earlier_communication = (
-            self.communication()
-        )  # an interrupted fit may have left a trace
+        # An interrupted fit may have left a trace.
+        self._earlier_communication = self.communication()
         self._trace = run_status(trainer).comm_trace
         if self._trace is not None:
             self._trace.measure_devices()

@@ -185,9 +185,8 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             passes = TritonPasses(bits, signs)
             passes.try_out(device)
             return passes
-        except (
-            Exception
-        ) as error:  # The compiler, the linker, the driver or Triton itself may fail.
+        except Exception as error:
+            # The compiler, the linker, the driver or Triton itself may fail.
             problem = (
                 f"on CUDA needs kernels that triton builds, but the first build failed ({type(error).__name__}: "
                 f"{error!s:.300})"

@@ -121,9 +121,8 @@ class ErrorFeedback:
         self._step = FeedbackStep()
         self._buckets: dict[int, BucketFeedback] = {}
         self._retired: list[Residual] = []  # residuals of buckets whose layout or cut has changed
-        self._loaded: Tensor | None = (
-            None  # residual of the node from `load`, until the next reduction
-        )
+        # Residual of the node from `load`, until the next reduction.
+        self._loaded: Tensor | None = None
         self._num_sums = 0
 
     def begin_step(self, loss_scale: Tensor | None) -> None:

@@ -83,9 +83,8 @@ class BucketOrder:
         self.recent: deque[str] = deque(maxlen=NUM_RECENT)
         self._all = RollingHash()
         self._step = RollingHash()
-        self._compared: set[int] = (
-            set()
-        )  # hashes of the bucket sequences with which steps have begun
+        # Hashes of the bucket sequences with which steps have begun.
+        self._compared: set[int] = set()
 
     def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
         """Record a submitted bucket, and return its record if ranks must compare it, else None.

@@ -23,9 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _ESTABLISHED = 1  # TCP_ESTABLISHED of linux/tcp.h
-_NUM_BYTES = (
-    192  # number of bytes of `struct tcp_info` that are requested; older kernels return fewer
-)
+# Number of bytes of `struct tcp_info` that are requested; older kernels return fewer.
+_NUM_BYTES = 192
 
 # Offsets of 32-bit fields of `struct tcp_info` in linux/tcp.h.
 _UNACKED = 24  # tcpi_unacked
@@ -35,9 +34,8 @@ _LAST_ACK_RECV = 56  # tcpi_last_ack_recv
 # Offsets of 64-bit fields, available since Linux 4.10.
 _BYTES_ACKED = 120  # tcpi_bytes_acked
 _BUSY_TIME = 168  # tcpi_busy_time, in microseconds: some data was not acknowledged
-_RWND_LIMITED = (
-    176  # tcpi_rwnd_limited, in microseconds: in addition, the receiver had no room for more
-)
+# `tcpi_rwnd_limited`, in microseconds: in addition, the receiver had no room for more.
+_RWND_LIMITED = 176
 
 # Seconds after the start of a wait during which data that was sent earlier may still arrive.
 MARGIN_S = 1.0

@@ -140,9 +140,8 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._ended.set()
-        if (
-            self._is_cut_off
-        ):  # No rank can be reached, and each request would take its full time limit.
+        # No rank can be reached, and each request would take its full time limit.
+        if self._is_cut_off:
             return
         was_started = self._thread.ident is not None
         if was_started:
@@ -164,9 +163,8 @@ class Watchdog:
         began_s = monotonic()
         while (waited_s := monotonic() - began_s) < STORE_LIMIT_S:
             readers = list(range(1, self._world_size))
-            if (
-                waited_s > 2 * self._idle_poll_s
-            ):  # By then, every watchdog that is alive has written its status.
+            # By then, every watchdog that is alive has written its status.
+            if waited_s > 2 * self._idle_poll_s:
                 readers = [rank for rank in readers if self._store.check([f"status/{rank}"])]
             if all(self._store.check([f"read/{rank}"]) for rank in readers):
                 return
@@ -248,9 +246,8 @@ class Watchdog:
         status = self._watched.status()
         waited_s = self._watched.stalled_s()
         connections = []
-        if (
-            waited_s > 0
-        ):  # Only a rank that waits reads the state of its connections, because each needs a system call.
+        # Only a rank that waits reads the state of its connections, because each needs a system call.
+        if waited_s > 0:
             connections = tcp_info.tcp_connections()
         liveness = tcp_info.liveness_by_address(connections, waited_s=waited_s)
         return replace(status, liveness=liveness)

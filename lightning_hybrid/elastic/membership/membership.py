@@ -49,9 +49,8 @@ class Follower(SocketThread):
     _first: Connection | None = None
     _has_left = False
     _seen_s = 0.0
-    _committed: int | None = (
-        None  # completed steps of this rank, until they are sent to the first rank
-    )
+    # Completed steps of this rank, until they are sent to the first rank.
+    _committed: int | None = None
 
     def come(self, committed: int) -> None:
         """Tell the first rank that this rank waits for the next membership view.

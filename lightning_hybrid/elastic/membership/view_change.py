@@ -53,9 +53,8 @@ class ViewChange:
         self.top = -1  # greatest number that this host has heard of
         self.lost: dict[str, str] = {}  # kind of loss, by host
         self.out: list[tuple[Any, ...]] = []
-        self.promised = (
-            -1
-        )  # greatest number proposed or accepted here; equal or lower numbers are refused
+        # Greatest number proposed or accepted here; equal or lower numbers are refused.
+        self.promised = -1
         self.lobby: dict[
             str, list[int]
         ] = {}  # completed steps of the ranks of each host that waits for a view
@@ -368,9 +367,8 @@ class ViewChange:
         self.has_ended = False
         self.has_had_view = True
         self.out.append(("view", proposal))
-        if (
-            self.lost or self.attempts
-        ):  # if there are attempts, other hosts have already seen a loss
+        # If there are attempts, other hosts have already seen a loss.
+        if self.lost or self.attempts:
             went = [f"{name_of(host)} went" for host in self.lost] or ["a host went"]
             self.end_view(" and ".join(went) + " meanwhile")
         self._admit()

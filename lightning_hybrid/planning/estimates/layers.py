@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.planning.estimates.activations import LiveBytes, example_of
 from lightning_hybrid.planning.model.workload import StepWorkload
 
-FORWARD_SHARE = (
-    1 / 3
-)  # fraction of a step's arithmetic, because backward has two products for each product in forward
+# Fraction of a step's arithmetic, because backward has two products for each product in forward.
+FORWARD_SHARE = 1 / 3
 
 
 class WithoutValues(TorchFunctionMode):
@@ -119,9 +118,8 @@ def work_of(
     step_s = batch_size / images_per_s
     total = sum(layer.forward_flops for layer in layers) or 1
     gradients: list[tuple[int, float]] = []
-    waiting_s = (
-        0.0  # backward of layers without tensors of their own, such as a head with tied weights
-    )
+    # Backward of layers without tensors of their own, such as a head with tied weights.
+    waiting_s = 0.0
     for layer in reversed(layers):
         waiting_s += (1 - FORWARD_SHARE) * step_s * layer.forward_flops / total
         for numel in reversed(layer.numels):

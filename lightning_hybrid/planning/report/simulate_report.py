@@ -263,9 +263,8 @@ class SimulationReport:
             own_s: Step time of the configured plan in seconds.
         """
         best = self.candidates[0]
-        if (
-            own_s <= best.step_s
-        ):  # No other plan saves time, so there is nothing to compare with flat all-reduces.
+        # No other plan saves time, so there is nothing to compare with flat all-reduces.
+        if own_s <= best.step_s:
             return best, ""
         scenario = self.scenario
         names: tuple[str, ...] = ("flat",)

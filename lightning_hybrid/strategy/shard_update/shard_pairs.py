@@ -67,7 +67,7 @@ class ParameterShard:
 
     @property
     def values(self) -> Tensor:
-        """This rank's shard, which the optimizer updates, as a 1-D fp32 tensor."""
+        """Shard of this rank, which the optimizer updates, as a 1-D fp32 tensor."""
         if self.shows_part:
             return self.parameter.detach()
         return self._hidden.detach()

@@ -93,9 +93,8 @@ def _decode_with_pillow(data: bytes) -> Pixels:
     try:
         with Image.open(io.BytesIO(data)) as image:
             _check_size(image.height, image.width)
-            if image.mode.startswith(
-                "I"
-            ):  # convert() would clip 16-bit values instead of scaling them
+            # `convert()` would clip 16-bit values instead of scaling them.
+            if image.mode.startswith("I"):
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
                 return np.repeat(grey[:, :, None], 3, axis=2)
             return np.array(image if image.mode == "RGB" else image.convert("RGB"))

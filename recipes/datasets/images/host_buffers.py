@@ -60,7 +60,6 @@ class HostBuffers:
             block = np.empty((self.max_images, *shape[1:]), dtype=np.uint8)
         # Only torch holds this view, so it is deleted together with the last tensor on it.
         lent = block[:num_images]
-        weakref.finalize(
-            lent, self._free.append, block
-        ).atexit = False  # at exit the pool no longer exists
+        # At exit the pool no longer exists.
+        weakref.finalize(lent, self._free.append, block).atexit = False
         return torch.from_numpy(lent).permute(0, 3, 1, 2)

@@ -96,9 +96,8 @@ class ShardIndex:
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 columns = {name: arrays[name] for name in arrays.files}
-        except (
-            Exception
-        ) as error:  # a damaged file raises many kinds of exceptions, even MemoryError
+        except Exception as error:
+            # A damaged file raises many kinds of exceptions, even MemoryError.
             raise ValueError(
                 f"{path} (index of shards) is damaged: {error}. Pack the images again."
             ) from error

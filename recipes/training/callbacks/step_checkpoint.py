@@ -43,9 +43,8 @@ class StepCheckpoint(ModelCheckpoint):
         if not self._is_due or (is_its_step and not accumulates):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._is_due &= self._last_global_step_saved != step
-        elif (
-            not accumulates
-        ):  # during accumulation a checkpoint would lose the accumulated gradients
+        elif not accumulates:
+            # During accumulation a checkpoint would lose the accumulated gradients.
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -368,9 +368,8 @@ def test_the_answer_orders_what_to_try(monkeypatch):
         ("model.checkpoint_activations=true", True),
     ]
     more_time_percent = float(tried[-1][2].rstrip("%"))
-    assert (
-        30 < more_time_percent < 100 / 3
-    )  # a forward, of a step that waits a little for gradients
+    # A forward, of a step that waits a little for gradients.
+    assert 30 < more_time_percent < 100 / 3
     assert re.search(
         r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)",
         result.answer(),
