@@ -50,7 +50,7 @@ def lightning_function(name: str) -> Any:
 
 
 def lightning_error(name: str, *args: object) -> BaseException:
-    """Create an error that is an instance of the class `name` of every imported Lightning package.
+    """Create an exception that is an instance of the class called `name` in every imported Lightning package.
 
     User code can therefore catch the error by the class of whichever package it imports. If no Lightning package has
     been imported, the error is a `RuntimeError`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,8 @@ class HostCopies:
         num_bytes = 0
         for key, tensor in tensors.items():
             begins[key] = num_bytes
-            num_aligned = -(-tensor.numel() * tensor.itemsize // _ALIGNED_BYTES)
+            size = tensor.numel() * tensor.itemsize
+            num_aligned = math.ceil(size / _ALIGNED_BYTES)
             num_bytes += num_aligned * _ALIGNED_BYTES
 
         block = self._block_of(num_bytes, is_locked=is_locked)

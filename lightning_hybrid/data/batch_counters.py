@@ -51,8 +51,8 @@ def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
             counts["completed"] = counts["processed"]
 
 
-def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
-    """Correct Lightning's epoch counters, and return whether the checkpoint's epoch continues.
+def resumes_within_epoch(trainer: pl.Trainer) -> bool:
+    """Correct Lightning's epoch counters, and return whether training resumes partway through an epoch.
 
     If it does not continue, the next epoch begins. With `max_steps`, Lightning 2.6 ends an epoch that was saved at its
     end a second time. As a result, it counts the epoch twice, skips the order of the next epoch, and ends the run an
@@ -88,7 +88,7 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
 def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> ResumedPlace:
     """Return the epoch and batch at which the resumed run will continue, without changing counters.
 
-    `goes_on_in_epoch` and `rewind_to_whole_steps` later set the counters to this position. The position is needed
+    `resumes_within_epoch` and `rewind_to_whole_steps` later set the counters to this position. The position is needed
     earlier, because Lightning requests the first batch of a loader without a length before `FitLoop.reset`.
     """
     epochs: Any = trainer.fit_loop.epoch_progress.current

@@ -528,7 +528,7 @@ class ExactResume:
             )
 
     def compare_end_of_order(self) -> None:
-        """Raise an error if the data order ends before the position of the checkpoint."""
+        """Raise an error if the data order is shorter than the checkpoint's position in it."""
         if self.current.expected is not None:
             self.compare(self.current.expected[0], None)
 

@@ -168,7 +168,7 @@ class FollowsOrder(Protocol):
         """Raise an error if the samples before the checkpoint differ from the interrupted run's."""
 
     def compare_end_of_order(self) -> None:
-        """Raise an error if the data order ends before the position of the checkpoint."""
+        """Raise an error if the data order is shorter than the checkpoint's position in it."""
 
 
 class IndexLists:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lightning_hybrid.checks import make_plain
 from lightning_hybrid.data.batch_counters import (
     count_batches_as,
-    goes_on_in_epoch,
+    resumes_within_epoch,
     rewind_to_whole_steps,
     uncount_cut_epoch,
 )
@@ -242,7 +242,7 @@ class ResumableLoader(ABC):
             self.batches_done = 0
 
     def _resume_by_counters(self, trainer: pl.Trainer) -> None:
-        goes_on = goes_on_in_epoch(trainer)
+        goes_on = resumes_within_epoch(trainer)
         progress: Any = trainer.fit_loop.epoch_progress.current
         self.epoch = progress.processed
         self.batches_done = 0

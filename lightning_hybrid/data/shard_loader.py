@@ -146,7 +146,7 @@ class ShardLoader:
             self._batches.pop(shard, None)
 
     def description(self) -> str:
-        """Describe the settings that determine the samples of all data shards.
+        """Return a description of the settings that determine which samples each data shard contains.
 
         The settings must be equal on all hosts.
         """

@@ -280,7 +280,7 @@ class ElasticFit:
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return the settings of the run that must be equal on all hosts, as text.
+        """Return a string of the run settings that must match on all hosts.
 
         A host with a different token is rejected before it can interrupt the collectives of the other hosts.
         """

@@ -244,7 +244,7 @@ class Views:
             log.warning("elastic: waited for %.0f s: %s", waited_s, awaited)
 
     def _warn_of_ended_hosts(self, view: View) -> None:
-        """Warn about hosts that have ended training without an error while this host continues.
+        """Warn about hosts that have finished training normally while this host is still training.
 
         This happens if the stop criteria of these hosts differ from those of this host.
         """
@@ -556,7 +556,7 @@ def _is_of_other_ranks(error: BaseException) -> bool:
 
 
 def _host_id() -> str:
-    """Return a unique identifier for this launch on this host, which all ranks of the host share.
+    """Return a unique identifier for this launch on this host, shared by all ranks of the host.
 
     A host that is restarted after a failure is therefore treated as a new host.
 

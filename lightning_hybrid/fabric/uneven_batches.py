@@ -1,4 +1,4 @@
-"""Uneven batches (`uneven_batches="join"`) in Fabric training loops.
+"""Support for different numbers of batches per rank (`uneven_batches="join"`) in Fabric training loops.
 
 A Trainer knows which iterator it uses for training. In a Fabric loop, the user marks the training loader with
 `strategy.join_loader(loader)`:

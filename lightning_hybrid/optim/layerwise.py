@@ -365,7 +365,7 @@ class LayerwiseOptimizer(Optimizer):
                 self._update(group, params, grads)
 
     def _check_gradients(self, scaling: GradScaling) -> GradScaling:
-        """Return the scaling with a `found_inf` flag that is set if any gradient contains inf or nan."""
+        """Return the gradient scaling, with a `found_inf` flag that is set if a gradient contains inf or nan."""
         # There is one check per device and dtype. The results are combined on the first device, and the host does not
         # read them.
         batches: dict[Any, list[Tensor]] = {}

@@ -53,7 +53,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def pipeline_ranks(self) -> PipelineRanks:
-        """Position of this rank among pipelines and stages."""
+        """Pipeline index and stage index of this rank."""
         return PipelineRanks(
             rank=self.global_rank,
             world_size=self.world_size,

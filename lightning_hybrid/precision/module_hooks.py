@@ -28,7 +28,7 @@ class Window(Protocol):
 
 
 class ModuleHooks:
-    """Manager of the forward hooks and state-dict hooks on modules of a half-precision window.
+    """Forward hooks and state-dict hooks of modules whose parameters switch between fp32 and half precision.
 
     Forward hooks are registered only while the window is open. Outside of a step, modules can therefore be scripted,
     exported, copied and pickled without hooks. State-dict hooks stay registered, but do nothing while the window is

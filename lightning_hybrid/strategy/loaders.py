@@ -352,7 +352,7 @@ class TrainingLoaders:
         """
         from lightning_hybrid.data.batch_counters import (
             count_batches_as,
-            goes_on_in_epoch,
+            resumes_within_epoch,
             rewind_to_whole_steps,
         )
 
@@ -368,7 +368,7 @@ class TrainingLoaders:
         self._load_states()
         if self._resumes:
             start = self._resumed_start()
-            if goes_on_in_epoch(trainer):
+            if resumes_within_epoch(trainer):
                 num_before = rewind_to_whole_steps(
                     trainer, accumulate_grad_batches_before=self._accumulated_before
                 )
@@ -379,7 +379,7 @@ class TrainingLoaders:
             self._warn_without_state(start)
             self._warn_of_caveats()
         elif self._has_loader_of_data:
-            goes_on_in_epoch(trainer)
+            resumes_within_epoch(trainer)
         if self.is_on:
             warn_of_skipped_epoch_start(trainer)
 

@@ -60,7 +60,7 @@ class BrokenPipeSafeStream:
 
 
 def outlive_streams() -> None:
-    """Replace standard output and standard error by streams that survive a closed pipe or a full disk.
+    """Replace standard output and standard error with streams that survive a closed pipe or a full disk.
 
     A second call has no effect. Python's `logging` also stops printing a traceback for every line that cannot be
     written, because W&B would log these tracebacks.

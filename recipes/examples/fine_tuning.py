@@ -19,9 +19,9 @@ class FineTuned(pl.LightningModule):
         self.head = torch.nn.Linear(128, num_classes)
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(
-            self.head(self.backbone(batch[0])).float(), batch[1]
-        )
+        images, labels = batch
+        logits = self.head(self.backbone(images))
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -31,18 +31,23 @@ class FineTuned(pl.LightningModule):
 
 if __name__ == "__main__":
     pl.seed_everything(0)
-    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    data = TensorDataset(images.float() / 16, labels)
-    # Replace this by your backbone: load_state_dict(torch.load(..., weights_only=True)).
+    digits = load_digits()
+    images = torch.tensor(digits.data).float() / 16
+    data = TensorDataset(images, torch.tensor(digits.target))
+    # Replace this with your backbone: load_state_dict(torch.load(..., weights_only=True)).
     backbone = torch.nn.Sequential(
         torch.nn.Linear(64, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU()
     )
-    backbone(data.tensors[0])  # updates the statistics once
+    backbone(images)  # updates the statistics once
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     module = FineTuned(backbone, num_classes=10)
-    two = {"accelerator": "cpu", "devices": 2}
     trainer = pl.Trainer(
-        strategy="hybrid_allreduce", precision="16-true", max_epochs=4, logger=False, **two
+        strategy="hybrid_allreduce",
+        precision="16-true",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=4,
+        logger=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=64, shuffle=True))
     after = module.backbone.state_dict()

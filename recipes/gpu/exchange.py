@@ -100,7 +100,7 @@ def values(request: CheckRequest) -> Details:
 
 
 def reducer(request: CheckRequest) -> Details:
-    """Check that DDP trains correctly if bf16 copies are swapped in when it is constructed."""
+    """Check that DDP trains correctly if bf16 copies of parameters are swapped in while it is constructed."""
     if request.on_cuda:
         backend = "nccl"
     else:

@@ -74,18 +74,20 @@ def write(
     """
     (out / "report.html").write_text(_page(checks, outcomes, environment))
     logs = sorted(path for path in out.glob("*/*") if path.name == "log" or path.suffix == ".log")
-    share = min(2**16, MOST_BYTES // max(1, len(logs)))
+    num_logs = max(1, len(logs))
+    share = min(2**16, MOST_BYTES // num_logs)
     unfinished = out / f"{ARCHIVE}.tmp"
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in ("report.json", "report.html"):
             archive.write(out / name, name)
         for path in logs:
-            is_nccl = path.name.startswith("nccl.")
             with path.open("rb") as file:
-                file.seek(0 if is_nccl else max(0, path.stat().st_size - share))
-                archive.writestr(
-                    str(path.relative_to(out)), file.read(min(share, 8192) if is_nccl else share)
-                )
+                if path.name.startswith("nccl."):
+                    excerpt = file.read(min(share, 8192))
+                else:
+                    file.seek(max(0, path.stat().st_size - share))
+                    excerpt = file.read(share)
+            archive.writestr(str(path.relative_to(out)), excerpt)
     unfinished.rename(out / ARCHIVE)
 
 

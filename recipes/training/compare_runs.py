@@ -158,7 +158,7 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the paths of folders relative to their common parent, as short distinct names.
+    """Return short, unique names for folders: their paths relative to the common parent.
 
     >>> short_names([Path("/runs/a/0"), Path("/runs/b/0")]), short_names([Path("/runs/a")])
     (['a/0', 'b/0'], ['a'])

@@ -122,7 +122,7 @@ class SimCLR(Classifier):
 
     @torch.no_grad()
     def _features_of_training_images(self) -> tuple[Tensor, Tensor]:
-        """Gather the features and labels of training images on all ranks, with equally many from each rank.
+        """Gather features and labels of training images from all ranks, with the same number from each rank.
 
         Collective: every rank must call it.
         """

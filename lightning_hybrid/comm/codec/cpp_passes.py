@@ -32,7 +32,7 @@ def _library() -> ctypes.CDLL:
 
 
 class CppPasses:
-    """C++ implementation of the codec, bitwise equal to `TorchPasses`.
+    """C++ implementation of the codec, whose results are bit-identical to those of `TorchPasses`.
 
     It runs in the calling thread only.
 

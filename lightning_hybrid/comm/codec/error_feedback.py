@@ -234,7 +234,8 @@ class ErrorFeedback:
             rows = is_in_range.nonzero().view(-1)
             if len(rows) > 0:
                 unscaled = residual.unscaled().view(-1, BLOCK)
-                values[residual.numbers[rows] - begin] = unscaled[rows]
+                target_rows = residual.numbers[rows] - begin
+                values[target_rows] = unscaled[rows]
         return values.view(-1)
 
     def load(self, values: Tensor | None) -> None:

@@ -50,7 +50,7 @@ class CudaStreams:
         self._node = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def put(self, events: BucketEvents) -> Future[Tensor]:
-        """Enqueue all stages of a bucket on the streams, and return a future of the averaged bucket.
+        """Enqueue all stages of a bucket on the streams, and return a future for the averaged bucket.
 
         The future holds a CUDA event. Threads that wait for the future make their streams wait for the event.
         """

@@ -29,7 +29,7 @@ PART_ALIGNMENT = 128
 
 
 def add_up_(job: Job, group: dist.ProcessGroup) -> None:
-    """All-reduce the job's tensor over the group, with a bitwise equal result on all ranks."""
+    """All-reduce the job's tensor over the group, with bit-identical results on all ranks."""
     dist.all_reduce(job.flat, group=group)
 
 

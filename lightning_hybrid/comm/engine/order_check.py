@@ -123,7 +123,7 @@ class BucketOrder:
 
     @property
     def is_step_to_compare(self) -> bool:
-        """True if ranks must compare the latest step through the store.
+        """True if ranks must compare the latest step via the store.
 
         >>> order = BucketOrder()
         >>> steps = []

@@ -74,7 +74,7 @@ class CommGroups:
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
-        """Create a process group for each set of ranks, and return pairs of the ranks and the group.
+        """Create a process group for each set of ranks, and return a list of `(ranks, group)` pairs.
 
         The group is None for sets that do not contain this rank.
         """

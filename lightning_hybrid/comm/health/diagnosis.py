@@ -174,7 +174,7 @@ def _describe_wait(absent: Sequence[int], present: Mapping[int, RankStatus]) -> 
 
 
 def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
-    """Return whether the collectives in flight can never finish.
+    """Return whether the pending collectives can no longer finish.
 
     They cannot finish if a rank does not answer, has closed its engine, or has submitted different buckets.
 

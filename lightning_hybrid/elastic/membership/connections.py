@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size() if self.is_connected else 0
 
     def drop(self) -> None:
-        """Close the connection without calling the callback `ended`."""
+        """Close the connection without calling the `ended` callback."""
         self._thread.sockets.pop(self.sock, None)
         if self.is_connected:
             self._transport.abort()
@@ -198,7 +198,7 @@ class SocketThread:
         self._thread.start()
 
     def post(self, command: Callable[..., object], *arguments: Any) -> None:
-        """Schedule a function call in the thread, unless the thread has ended."""
+        """Schedule a function call on the thread, unless the thread has exited."""
         with suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(command, *arguments)
 

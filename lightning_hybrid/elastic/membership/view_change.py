@@ -284,11 +284,8 @@ class ViewChange:
             return
         # Hosts that are left out are informed now and not at the installation, so that they know before they can see
         # other hosts exit.
-        self._exclude(
-            [host for host in self.candidates() if host not in offer["next"]],
-            offer["to"],
-            offer["next"],
-        )
+        left_out = [host for host in self.candidates() if host not in offer["next"]]
+        self._exclude(left_out, offer["to"], offer["next"])
         self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
         self.attempts[offer["to"], head] = offer["next"]
         self.promised = offer["to"]
@@ -300,6 +297,20 @@ class ViewChange:
     def _propose(self) -> None:
         lost = {host: ready["lost"] for host, ready in self.readies.items()}
         kept = who_hear_each_other([], self.living(), lost)
+        if not self._may_continue(kept):
+            return
+        joining = self._hosts_to_admit(kept, lost)
+        if len(kept) + len(joining) < self._min_hosts:
+            self.proposal = {}  # the next proposal may include other hosts
+            return
+        wanted = {**self._state(), "next": kept + joining}
+        if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
+            self._send_proposal(wanted, kept, joining)
+        if {*self.accepts, self.me} >= set(wanted["next"]):
+            self._install_on_all(wanted["next"])
+
+    def _may_continue(self, kept: list[str]) -> bool:
+        """Return whether the remaining hosts may form the next view, and isolate this host if not."""
         for hosts in [self.hosts, *self.attempts.values()]:
             if not have_the_votes(kept, hosts, self.lost):
                 silent = [host for host in hosts if host not in kept]
@@ -307,53 +318,56 @@ class ViewChange:
                     f"{names_of(silent)} cannot be reached and may continue, but the reachable hosts are too few "
                     f"({names_of(kept)})"
                 )
-                return
-        if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
+                return False
+        has_state = any(step >= 0 for host in kept for step in self.readies[host]["committed"])
+        if not has_state:
             self._isolate("no remaining host has the state of the run")
-            return
-        # A host in the lobby joins with the next proposal, but not in the middle of a proposal.
-        joining = [
-            host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby
-        ]
-        joining = who_hear_each_other(kept, joining[: self._max_hosts - len(kept)], lost)[
-            len(kept) :
-        ]
-        if len(kept) + len(joining) < self._min_hosts:
-            self.proposal = {}  # the next proposal may include other hosts
-            return
-        wanted = {**self._state(), "next": kept + joining}
-        if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
-            self.promised = self.top = self.top + 1
-            steps = {host: self.readies[host]["committed"] for host in kept}
+        return has_state
+
+    def _hosts_to_admit(self, kept: list[str], lost: dict[str, Any]) -> list[str]:
+        """Return the hosts in the lobby that join with the next view."""
+        # A host joins with the next proposal, but not in the middle of a proposal.
+        candidates = self.proposal.get("next", self._admissible(kept))
+        waiting = [host for host in candidates if host in self.lobby]
+        room = self._max_hosts - len(kept)
+        hosts = who_hear_each_other(kept, waiting[:room], lost)
+        return hosts[len(kept) :]
+
+    def _send_proposal(self, wanted: Message, kept: list[str], joining: list[str]) -> None:
+        """Propose the next view to its hosts, with a new number."""
+        self.top += 1
+        self.promised = self.top
+        steps = {host: self.readies[host]["committed"] for host in kept}
+        for host in joining:
             # At the first meeting, every host has the state. Later, a host that joins does not have it.
-            steps |= {
-                host: [-1] * self._ranks_per_host if self.hosts else self.lobby[host]
-                for host in joining
-            }
-            why = [
-                *self.reasons,
-                *([f"{names_of(joining)} joins"] if joining and self.hosts else []),
-            ]
-            extra = {
-                "store": self.store,
-                "reasons": list(dict.fromkeys(why)),
-                "lost": {},
-                **who_takes_from_whom(steps),
-            }
-            self.proposal = {**wanted, "kind": "propose", "to": self.top, **extra}
-            self.accepts = []
-            self.invited += [host for host in joining if host not in self.invited]
-            self._send(wanted["next"], **self.proposal)
-        if {*self.accepts, self.me} >= set(wanted["next"]):
-            out = [
-                host
-                for host in dict.fromkeys(self.candidates() + self.invited)
-                if host not in wanted["next"]
-            ]
-            self.left_out += out
-            self._exclude(out, self.promised, wanted["next"])
-            self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
-            self._install(self.proposal)
+            if self.hosts:
+                steps[host] = [-1] * self._ranks_per_host
+            else:
+                steps[host] = self.lobby[host]
+        reasons = list(self.reasons)
+        if joining and self.hosts:
+            reasons.append(f"{names_of(joining)} joins")
+        self.proposal = {
+            **wanted,
+            "kind": "propose",
+            "to": self.top,
+            "store": self.store,
+            "reasons": list(dict.fromkeys(reasons)),
+            "lost": {},
+            **who_takes_from_whom(steps),
+        }
+        self.accepts = []
+        self.invited += [host for host in joining if host not in self.invited]
+        self._send(wanted["next"], **self.proposal)
+
+    def _install_on_all(self, hosts: list[str]) -> None:
+        """Install the accepted proposal on its hosts, after informing the hosts that are left out."""
+        known = dict.fromkeys(self.candidates() + self.invited)
+        left_out = [host for host in known if host not in hosts]
+        self.left_out += left_out
+        self._exclude(left_out, self.promised, hosts)
+        self._send(hosts, kind="install", number=self.promised, hosts=hosts)
+        self._install(self.proposal)
 
     def _install(self, proposal: Message) -> None:
         self._clear()
@@ -378,14 +392,14 @@ class ViewChange:
 
     def _admit(self) -> None:
         """End the membership view if a host waits to join and there is room for another host."""
+        if not self.hosts or not self.is_head():
+            return
         living = self.living()
-        if (
-            self.hosts
-            and self.is_head()
-            and len(living) < self._max_hosts
-            and (new := self._admissible(living))
-        ):
-            self.end_view(f"{names_of(new)} joins")
+        if len(living) >= self._max_hosts:
+            return
+        waiting = self._admissible(living)
+        if waiting:
+            self.end_view(f"{names_of(waiting)} joins")
 
     def _exclude(self, hosts: list[str], number: int, others: list[str]) -> None:
         self._send(

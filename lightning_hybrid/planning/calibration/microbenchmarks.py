@@ -84,7 +84,7 @@ class Measurements:
     took_s: float
 
     def of(self, kind: Kind, what: str) -> dict[int, list[float]]:
-        """Return the measured times for one kind and variant of benchmark, keyed by number of bytes."""
+        """Return the measured times of one benchmark kind and variant, keyed by size in bytes."""
         return {
             case.num_bytes: times_s
             for case, times_s in sorted(self.times_s.items())

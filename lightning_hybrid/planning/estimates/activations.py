@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and count its FLOPs and the memory of its results until they are freed."""
+        """Run an operation, count its FLOPs, and track the memory of its results until they are freed."""
         kwargs = kwargs or {}
         results = shapes_of(func, args, kwargs)
         self.flops += flops_of(func, args, kwargs, results)

@@ -1,4 +1,4 @@
-"""Simulation of pipelines inside nodes, to compare them with data parallelism in a planned run."""
+"""Simulation of intra-node pipeline parallelism, for comparison with data parallelism in a planned run."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class StepWorkload:
         )
 
     def on_wire(self, wire: NodeWire) -> StepWorkload:
-        """Return the workload with each gradient padded to the size in which it is sent between nodes."""
+        """Return the workload with each gradient padded to the size at which it is sent between nodes."""
         return replace(
             self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients)
         )

@@ -405,7 +405,7 @@ def _longer(step_s: float, best_s: float) -> str:
 
 
 def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
-    """Return the numbers of ranks at which the scaling curve is simulated.
+    """Return the world sizes at which the scaling curve is simulated.
 
     They go from one to four times `num_ranks`, followed by numbers of up to 16,384.
 

@@ -277,7 +277,7 @@ class LocalStepsExtension(FitExtension):
     # ---- hooks of the loop -----------------------------------------------------------------------------------------
 
     def before_validation(self, fit: RunningFit) -> None:
-        """Average weights and moving averages over nodes, so that validation uses the averages.
+        """Average the weights and their moving averages across nodes, so that validation uses the result.
 
         Collective: every rank must call it, in the same order.
         """

@@ -254,7 +254,7 @@ class WeightShard(ParameterShard):
 
 @torch.no_grad()
 def write_wholes_(shards: Iterable[ParameterShard]) -> None:
-    """Round this rank's shards of master weights into the half-precision copies, with one fused copy."""
+    """Cast this rank's shards of master weights to half precision in a single fused copy."""
     parts_of_copies: list[Tensor] = []
     values: list[Tensor] = []
     for shard in shards:

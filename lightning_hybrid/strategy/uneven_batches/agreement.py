@@ -50,7 +50,7 @@ class _Announcement(NamedTuple):
 
 
 class _Announcements:
-    """Messages of all ranks about their next batches.
+    """Messages from all ranks about their next batches.
 
     Args:
         table: int64 tensor of shape [ranks, fields of `_Announcement`].

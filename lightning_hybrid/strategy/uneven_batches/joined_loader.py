@@ -143,7 +143,7 @@ def joined(
     is_training: Callable[[Iterator[Any]], bool],
     num_fetched: Callable[[], int],
 ) -> JoinedLoader:
-    """Wrap a loader in a `JoinedLoader`, which has state-dict methods if the loader has them.
+    """Wrap a loader in a `JoinedLoader`, which exposes state-dict methods if the wrapped loader has them.
 
     The arguments are those of the class.
     """

@@ -1,4 +1,4 @@
-"""Compilation and loading of the C++ library for fused steps, and look-up of torch's thread pool."""
+"""Functions that compile and load the C++ library for fused steps, and locate torch's thread pool."""
 
 from __future__ import annotations
 
