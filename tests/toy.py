@@ -34,7 +34,7 @@ class Blobs(Dataset):
 
 
 class Net(nn.Sequential):
-    """Convolution, batch and layer normalisation and linear layers: every kind of parameter that is treated apart."""
+    """Network of convolution, batch norm, layer norm and linear layers, which covers each special kind of parameter."""
 
     def __init__(self) -> None:
         super().__init__(

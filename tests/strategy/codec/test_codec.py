@@ -28,7 +28,7 @@ def scene(codec, **settings):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, precision):
-    """Blocks and their noise belong to a gradient: DDP's buckets in a resumed step change nothing."""
+    """Blocks and their noise depend only on the gradient, so other buckets do not change the result."""
     small = CommPlan(
         bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1
     )

@@ -64,7 +64,10 @@ def test_a_rank_that_ends_before_its_forward_is_named_by_the_other(two_ranks, ra
 
 
 class Wraps(toy.Toy):
-    """Module that hides the cause as torch's pipelining does, whose error does not mention the failed average."""
+    """Module that hides the cause of an error as torch's pipelining does.
+
+    The error that it raises does not mention the failed all-reduce.
+    """
 
     error = FloatingPointError("of the user")
 

@@ -100,7 +100,7 @@ def test_a_rank_that_dies_before_the_engine_is_built_is_named_by_the_other(two_r
 def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(
     two_ranks, precision
 ):
-    """In half precision the masters' lower digits are more than what DDP sends."""
+    """All ranks train rank zero's master weights, although DDP does not send their lower digits in half precision."""
     rank_0, rank_1 = fit(two_ranks, unseeded, precision=precision)
     assert same(rank_0.parameters, rank_1.parameters)
 

@@ -1,4 +1,4 @@
-"""The first training step of a cut network, compared with the whole one: user code between layers may not be cut."""
+"""First training step of a sliced network, compared with the whole network. Some user code cannot be sliced."""
 
 from functools import partial
 

@@ -127,7 +127,7 @@ MASKS = [
 
 
 def attentions():
-    """Return output and gradient of an attention, cut and whole, for each mask. The sequence comes first."""
+    """Return output and gradient of an attention, sliced and whole, for each mask. Dimension 0 is the sequence."""
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(8, 4)
     attention = cut(whole, "", ".out_proj")

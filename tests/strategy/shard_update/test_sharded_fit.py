@@ -90,7 +90,7 @@ ONE_RANK_PER_NODE = {"shard_update": "world", "ranks_per_node": 1}
 def test_a_shared_update_has_the_bits_of_a_whole_one(
     rank_pool, optimizer, precision, num_ranks, scene
 ):
-    """With overflow in one part, the trainer's options, several nodes, and trust ratios of whole tensors."""
+    """A sharded update matches with overflows, trainer options, several nodes and trust ratios of whole tensors."""
     assert_same(rank_pool.ranks(num_ranks), optimizer, precision, **scene)
 
 
