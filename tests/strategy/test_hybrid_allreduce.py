@@ -57,7 +57,7 @@ def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_time
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_resume_is_bitwise(two_ranks, tmp_path, precision, optimizer):
-    """Eight steps are four, save, load, four. Weights, optimizer state and loss scale continue exactly."""
+    """Four steps, a save, a load and four steps equal eight steps in weights, optimizer state and loss scale."""
     scene = {"module": partial(Toy, optimizer=optimizer, lr=1e-2), "precision": precision}
     path = tmp_path / "midway.ckpt"
     whole = fit(two_ranks, callbacks=[Saves(path, epoch=0)], **scene)

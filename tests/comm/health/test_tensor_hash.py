@@ -1,4 +1,4 @@
-"""A fingerprint differs where a single bit does, and nowhere else."""
+"""Fingerprints of tensors, which differ exactly if a bit differs."""
 
 import itertools
 
@@ -61,7 +61,7 @@ def test_the_same_bit_flipped_in_several_elements_shows(elements, bit):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_bits_give_equal_fingerprints(device):
-    """Whatever memory they are in. And the two devices agree, so a GPU is held to what is proved on the CPU."""
+    """Equal bits match at any alignment and on both devices, so proofs on the CPU also hold for GPUs."""
     for dtype, numel in itertools.product(DTYPES, SIZES):
         tensor = some(numel, dtype, device)
         off_alignment = torch.empty(numel + 1, dtype=dtype, device=device)[1:]
@@ -94,7 +94,7 @@ def test_a_combined_fingerprint_depends_on_each_tensor_and_on_their_order():
 
 
 def test_a_fingerprint_is_the_same_number_on_every_machine():
-    """Computed once by hand from the formula, in Python's whole numbers."""
+    """The expected value was computed by hand from the formula, with Python integers."""
     weights = np.random.default_rng([1202, 4961, 0]).integers(0, 2**64, _ROW, dtype=np.uint64)
     a, b, c = (int(weight) | 1 for weight in weights[:3])
     total = (5 * a - 7 * b + 11 * c) % 2**64

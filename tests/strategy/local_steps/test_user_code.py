@@ -31,7 +31,7 @@ LOW_RATE = partial(toy.Toy, lr=0.05)
 
 
 class Rows(pl.LightningModule):
-    """Module in which a rank sees its own rows of an embedding. The other rank has no second moment of them."""
+    """Module in which each rank sees its own embedding rows, and has no second moment of the other rank's rows."""
 
     def __init__(self, kind):
         super().__init__()
