@@ -24,7 +24,7 @@ class OneNode:
         self.feedback.may_skip = may_skip
 
     def send(self, gradients, *, scale=None, is_skipped=False, cut=()):
-        """Return the values that other nodes decode of `gradients` scaled by `scale`, without the scale."""
+        """Send `gradients` multiplied by `scale`, and return the values that other nodes decode, divided by `scale`."""
         if scale is None:
             factor = 1.0
             self.feedback.begin_step(None)

@@ -127,7 +127,11 @@ def same_reals(rank, numel, dtype):
 @BITS
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0,), (1,), (2,))], ids=name)
 def test_the_checksum_of_the_order_is_exact(rank_pool, nodes, bits):
-    """Next to gradients of 1e30 its ones would be rounded to zeros, and rotated its zeros would not stay zeros."""
+    """The checksum of the order is sent without the codec, which would change it.
+
+    Next to gradients of 1e30, the ones of the checksum would be rounded to zeros, and a rotation would change its
+    zeros.
+    """
     ranks = rank_pool.ranks(sum(map(len, nodes)))
     ranks.run(sums_on_rank, nodes, [PLANS["hierarchical"]], bits, huge, [300, 5000], (0, 1))
     errors = ranks.run(another_order, nodes, bits)

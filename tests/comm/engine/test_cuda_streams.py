@@ -631,7 +631,7 @@ def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
 
 
 def sums_over_gloo():
-    """Sum a GPU's buckets over Gloo. Return whether they are right, which calls were asynchronous, and the steps."""
+    """All-reduce a GPU's buckets over Gloo, and return their correctness, the asynchronous calls and the steps."""
     asynchronous = []
     all_reduce = dist.all_reduce
 

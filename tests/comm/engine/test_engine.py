@@ -121,7 +121,7 @@ def error_of_waiting(future):
 
 
 def submit_and_wait(engine, futures):
-    """Ranks that are not touched by tensor 1's failure meet it in a later one."""
+    """Submit up to 20 buckets, so that ranks that tensor 1's failure does not affect see it in a later bucket."""
     for index in range(20):
         if index >= 3:
             futures.pop(0).wait()
@@ -239,7 +239,11 @@ def bytes_inside_nodes():
 
 
 def test_a_sum_that_stops_before_the_gather_counts_half_of_the_bytes_inside_a_node(four_ranks):
-    """2 ranks a node: (k - 1) S each for scatter and gather. 2 nodes: 2 (N - 1) / N S between them. S = 1,600."""
+    """Without the gather, a two-level all-reduce counts half of the bytes inside a node.
+
+    With k = 2 ranks per node, scatter and gather send (k - 1) S bytes each. Between N = 2 nodes, 2 (N - 1) / N S bytes
+    are sent. S is 1,600.
+    """
     assert four_ranks.run(bytes_inside_nodes) == [[(3200, 1600), (1600, 1600)]] * 4
 
 

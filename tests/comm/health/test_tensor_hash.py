@@ -51,7 +51,10 @@ def test_any_one_flipped_bit_shows(dtype, numel, data):
 @given(st.lists(st.integers(0, 3 * _ROW), min_size=2, max_size=6, unique=True), st.integers(0, 31))
 @settings(max_examples=60, deadline=None)
 def test_the_same_bit_flipped_in_several_elements_shows(elements, bit):
-    """The sign bit of an even number of elements is what sums with odd weights modulo 2**32 or in 64-bit words miss."""
+    """Flips of one sign bit in several elements are detected.
+
+    With an even number of elements, sums with odd weights modulo 2**32, or over 64-bit words, would miss them.
+    """
     tensor = some(3 * _ROW + 1)
     changed = tensor
     for element in elements:

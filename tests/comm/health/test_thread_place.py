@@ -31,7 +31,7 @@ def user_code(seconds):
 
 
 def status_beside(wait):
-    """Rank 1 is in user code, and rank 0 waits for it. Of each rank what another thread sees meanwhile."""
+    """Let rank 0 wait for rank 1, which is in user code, and return the status of each rank seen by another thread."""
     engine = engine_over(((0, 1),), CommPlan())
     results = []
     model = DistributedDataParallel(nn.BatchNorm1d(4))

@@ -125,7 +125,10 @@ def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algori
 
 @pytest.mark.parametrize("across", [Codec(bits=8), Codec(bits=4), torch.bfloat16], ids=str)
 def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, across):
-    """14 bits are more than bfloat16 has, and codes of 8 / 127 and 8 / 7."""
+    """An average is sent in fewer bits only on request.
+
+    The 14-bit numbers of this test do not fit into bfloat16, or into the codes of 8 / 127 and 8 / 7.
+    """
     expected = mean_of_two_nodes()
     for rank, result in enumerate(four_ranks.run(averaged, "two_level", across, 1024)):
         assert all(map(torch.equal, result, expected)), f"rank {rank}"
