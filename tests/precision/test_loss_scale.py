@@ -41,7 +41,10 @@ def test_scale_stays_within_its_bounds_and_lives_on():
 
 
 def test_hysteresis_forgives_overflows_until_the_scale_grows_again():
-    """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not. 1 is none."""
+    """Hysteresis follows Megatron's rule. With 2, the second overflow since the last growth lowers the scale.
+
+    The two overflows need not be consecutive. A hysteresis of 1 equals no hysteresis.
+    """
     scale = DynamicLossScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
     assert values(scale, "x.xx..xx") == [1024, 1024, 512, 256, 256, 512, 512, 256]
     with_it = DynamicLossScale(hysteresis=1, growth_interval=3)

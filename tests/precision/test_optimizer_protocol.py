@@ -278,7 +278,7 @@ def test_a_step_reads_nothing_from_the_device(one_rank, optimizer, looks, scene)
 
 
 def test_the_remaining_reads_from_the_device_are_these(one_rank, two_ranks):
-    """An optimizer that cannot skip: the skip flag. A schedule by steps: the same. Ranks: Lightning's SIGTERM."""
+    """Only optimizers that cannot skip and schedules by step read the skip flag. Lightning reads its SIGTERM flag."""
     assert host_reads(one_rank, "sgd") == [{"precision/plugin.py": 14}]
     assert host_reads(one_rank, "lars", scheduled=True) == [{"precision/skipped_steps.py": 14}]
     assert host_reads(two_ranks, "lars") == [{"loops/training_epoch_loop.py": 6 - 1}] * 2

@@ -48,7 +48,7 @@ class Comparison:
         self._references: dict[tuple[Any, int], list[Outcome]] = {}
 
     def run(self, user_code: Any, strategy: str, world_size: int, precision: str) -> list[Outcome]:
-        """Return what the case leaves on each rank. Ranks that hang or die have this as their error."""
+        """Return the outcome of the case on each rank. The error of an outcome says whether ranks hung or died."""
         setup = Setup(strategy=strategy, precision=precision, folder=self._new_folder())
         program = train
         if issubclass(class_of(user_code), FabricLoop):
