@@ -34,7 +34,7 @@ def loader(
 
 @st.composite
 def worlds(draw):
-    """Two pairs of ranks and accumulation that divide a global batch, its size, and the numbers of images and steps."""
+    """Draw two pairs of ranks and accumulation that divide a global batch, its size, and counts of images and steps."""
     shares = [(draw(st.integers(1, 4)), draw(st.integers(1, 3))) for _ in range(2)]
     batches_per_step = np.lcm.reduce([ranks * accumulate for ranks, accumulate in shares])
     global_batch_size = int(batches_per_step) * draw(st.integers(1, 3))

@@ -1,4 +1,4 @@
-"""Same batches, same order, exact state, nothing left to move. Ahead only where the loader itself is."""
+"""Prefetcher: unchanged batches and order, exact state, complete moves, and lookahead if the loader reads ahead."""
 
 import copy
 import time

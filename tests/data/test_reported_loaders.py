@@ -185,7 +185,7 @@ class SetsEpoch(pl.Callback):
     ids=["epoch", "another number", "not set", "epoch that is not shown"],
 )
 def test_a_batch_sampler_that_follows_from_set_epoch_resumes(tmp_path, make, callbacks):
-    """In the middle of an epoch, where the hook that sets it does not run, and at an epoch's end without an alarm."""
+    """The sampler resumes in the middle of an epoch, where the hook does not run, and silently at an epoch's end."""
 
     def run(**options: Any) -> tuple[list[Any], list[str]]:
         module = Net()

@@ -1,4 +1,4 @@
-"""Torch's own layers, and what torch does to layers: parametrizations, pruning, checkpointing."""
+"""Torch's layers, and torch functions that change layers: parametrizations, pruning, checkpointing."""
 
 import torch
 from torch import nn

@@ -144,7 +144,7 @@ class ExchangesWeightsAfterEachStep(UserCode):
 
 
 class ValidatesItsAverage(Validated):
-    """Averages its weights and validates the average, which `ModelCheckpoint` saves before the weights are back."""
+    """Module that validates an average of its weights. `ModelCheckpoint` saves it before the weights are restored."""
 
     epochs = 3
     num_batches = 4
@@ -314,7 +314,7 @@ def test_weights_written_in_a_hook_count_from_there_on(
 
 
 class HoldsItsAverage(Validated):
-    """An average that no optimizer has and nobody froze, moved through `state_dict()` and validated."""
+    """Module with an unfrozen average outside of the optimizer, which is moved through `state_dict()` and validated."""
 
     ddp_options = {"find_unused_parameters": True}
 
