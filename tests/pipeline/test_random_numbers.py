@@ -129,7 +129,7 @@ def fit_with_lines():
 
 
 def test_the_whole_network_draws_as_its_stages_where_forward_calls_the_layers_of_blocks(two_ranks):
-    """Else the comparison of the first loss is an error. A line would say that nothing was compared."""
+    """Otherwise the comparison of the first loss would fail. A log line would mean that nothing was compared."""
     for rank, (num_steps, lines) in enumerate(two_ranks.run(fit_with_lines)):
         assert num_steps == 2, f"rank {rank}"
         assert lines == [], f"rank {rank}"

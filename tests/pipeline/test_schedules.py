@@ -234,7 +234,7 @@ class Sleeping(Block):
 
 
 def waiting_part(schedule, num_microbatches, parts):
-    """The part of a step in which this rank computes neither forward nor backward. The least of three steps."""
+    """Return the shortest fraction of three steps in which this rank computes neither forward nor backward."""
     num = dist.get_world_size()
     ranks = PipelineRanks(
         rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts

@@ -105,7 +105,8 @@ ROWS = {
         epochs=4,
     ),
     "Averages": shipped(callbacks.WeightAveraging),
-    # The weights go back to their first values after each pruning. On a CPU in fp32 they do so once: from then on
+    # The weights return to their initial values after each pruning. On a CPU in fp32 they do so only once: from then
+    # on, Lightning's copy of the initial values is the memory of the weights themselves.
     "PrunesLottery": row(configure_callbacks=pruning, epochs=4, falls_to=0.8),
     "FreezesLater": called(on_train_epoch_start=freeze_late, attributes={"find_unused": True}),
     "AccumulationChanges": shipped(

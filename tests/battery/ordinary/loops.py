@@ -34,7 +34,7 @@ def total_norm(self):
 
 
 class TensorHooks(Row):
-    """`register_hook` on a weight: what autograd hands over is scaled, as under mixed precision. Half of it is."""
+    """Module with a tensor hook that halves the gradient of a weight, which is scaled as under mixed precision."""
 
     def build(self):
         super().build()

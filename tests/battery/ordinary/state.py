@@ -30,7 +30,7 @@ class Counter(Row):
 
 
 class AssignedBuffers(Row):
-    """Assigned, not written: `self.count = self.count + 1`. And first of all made in the fit."""
+    """Module that assigns `self.count = self.count + 1` instead of writing in place, and makes a buffer in the fit."""
 
     adds = {"count": zero}
 

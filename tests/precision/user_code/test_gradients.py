@@ -99,7 +99,7 @@ class LimitsABadBatch(UserCode):
 
 
 class TakesTheIterator(UserCode):
-    """Lightning zeroes gradients between micro-batches of such a step, under `ddp` as well."""
+    """Module that takes the iterator. Lightning then zeroes gradients between micro-batches, under `ddp` as well."""
 
     settings = {"accumulate_grad_batches": 2}
     ignored_warnings = ("Found `dataloader_iter` argument", "You are using the `dataloader_iter`")

@@ -586,7 +586,7 @@ class UpdatesWeightsByHand(Manual):
 
 
 class MovesATeacherByHand(Manual):
-    """Moves a teacher after the step, inside `training_step`, by an operation that takes one dtype."""
+    """Module that moves a teacher in `training_step` after the step, with an operation that needs a single dtype."""
 
     def build(self):
         super().build()
