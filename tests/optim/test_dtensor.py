@@ -65,7 +65,7 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
         [Shard(0), Shard(1)],
         [Shard(1), Replicate()],
     ]
-    # A common factor would cancel in a quotient of two norms, so these options break the symmetry.
+    # A common factor would cancel in a quotient of two norms. These options make it visible.
     options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
     bound = 2e-6 if path == FUSED else 0.0
     distances = four_ranks.run(distance_on_rank, placements, rule, options, path)

@@ -227,7 +227,7 @@ def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_
 
 @pytest.mark.parametrize("rule", [RULES["lars-joint"], RULES["lamb"]])
 def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(rule):
-    """Alone on the CPU it is worked on in blocks, in a list as a whole. Sums of squares are then in another order."""
+    """On the CPU a single layer is processed in blocks, and a list as a whole, with squares added in another order."""
     in_blocks = parameters((1100, 1000), (3,))
     whole = parameters((1100, 1000), (3,))
     for params, foreach in ((in_blocks, False), (whole, True)):

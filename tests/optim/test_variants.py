@@ -78,7 +78,7 @@ def test_climbing_is_the_rule_with_gradients_negated(path):
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("denominator", ["sum", "joint"])
 def test_zero_norms_and_a_rate_of_zero(path, clip, denominator):
-    """Weights of zero: ratio 1. A gradient of zero: "sum" ratio 1. At lr = 0 nothing moves, whatever the ratio."""
+    """The ratio is 1 for zero weights, and for a zero gradient with "sum". With lr = 0 nothing moves at any ratio."""
     for lr in (0.5, 0.0):
         layers = parameters((600,), (600,), (600,), dtype=torch.float64)
         set_grads(layers, 1)

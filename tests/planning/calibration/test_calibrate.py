@@ -178,7 +178,7 @@ def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_
 
 
 def test_on_gpus_the_launch_is_what_software_adds():
-    """Sums are NCCL's model with a launch of 25 us. With as many cards as flows, the link is one card's."""
+    """All-reduces follow NCCL's model with a launch of 25 us. With one flow per card, the link is that of one card."""
     nccl = Nccl(inside="nvlink", launch_s=25e-6)
     near = Link(latency_s=0.0, bytes_per_s=2e11)
     far = Link(latency_s=5e-6, bytes_per_s=2.5e10)

@@ -79,7 +79,7 @@ def state_of_lars(precision):
 
 
 def choices(**changes):
-    """Make choices of a hundred blocks of parameters. 8 images have 1 GB of activations, 0.2 GB of it shared."""
+    """Make choices for a hundred blocks of parameters. 8 images have 1 GB of activations, 0.2 GB of it shared."""
     defaults = {
         "states": {"32-true": state_of_lars("32-true"), "16-true": state_of_lars("16-true")},
         "activations": {
@@ -138,9 +138,9 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
 def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_settings_are_the_smallest_list():
     room = (12.1 * 100 * BLOCK + 6.5e8) / USABLE_SHARE
     results = [need.settings[0] for need in choices().alone(room)]
-    # The first two take no time: half of 8 images saves 4e8 bytes, and half precision 4.5e8. Per second, the next ones
-    # save 6.6e8 (a second), 4.9e6 (a tenth), 1.4e6 (three tenths) and 3.8e6 (on the host). With the scope "world",
-    # 5.7e6 bytes cost nothing.
+    # The first two take no time: half of 8 images saves 4e8 bytes, and half precision 4.5e8. Re-materialisation saves
+    # 6.6e8 bytes in a second, and sharding within a node 4.9e6 in 0.1 s. FSDP2 saves 1.4e6 bytes in 0.3 s, or 3.8e6
+    # with offload. With the scope "world", 5.7e6 bytes cost nothing.
     first = ["precision=16-true", "batch_size_per_rank=4", "strategy.shard_update=world"]
     of_all = ["strategy=fsdp2 strategy.offload=true", "strategy=fsdp2"]
     assert results == [

@@ -71,7 +71,7 @@ def test_floats_are_rounded_to_half_as_torch_does(library):
 
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_the_number_of_threads_changes_no_bit(rule):
-    """Blocks are summed in their order, whichever thread took them. Enough elements that threads are used."""
+    """Blocks are added in order, whichever thread computed them. The sizes are large enough to use threads."""
     ends = []
     before = torch.get_num_threads()
     try:
