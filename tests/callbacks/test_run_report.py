@@ -228,7 +228,7 @@ def without_clocks(curves):
 def whole_and_resumed(path):
     """Return curves and communication of an uninterrupted and of a resumed run.
 
-    Steps 4, 7 and 8 are not logged, so they drain no window.
+    No window is drained for the logger at steps 4, 7 and 8.
     """
 
     def run(**settings):

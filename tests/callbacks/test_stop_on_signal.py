@@ -165,7 +165,7 @@ def fitted_again(folder):
             trainer.fit(toy.Toy(), toy.loader())
         steps.append(trainer.global_step)
         is_theirs = "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
-        # After a whole fit, Lightning registers its own handler again.
+        # After a whole fit, Lightning's own broadcast of the signal is in place again.
         assert is_theirs or trainer.global_step < 12
     return steps
 

@@ -181,7 +181,7 @@ def test_utilisation_needs_two_numbers_above_zero():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the other source is Linux's")
 def test_peak_memory_is_what_the_system_says(two_ranks):
-    """The peak at the last step agrees with the operating system's within megabytes."""
+    """The peak at the last step agrees with the operating system's count within 5 %."""
     logged, peak_bytes = two_ranks.run(memory_logged_and_counted)[0]
     assert logged == pytest.approx(peak_bytes, rel=0.05)
 

@@ -252,8 +252,7 @@ class Injector:
                 (self.folder / f"at_{step}").touch()
                 if isinstance(event, Join) and not self.scene.join_ends_view:
                     wait_for(lambda event=event: (self.folder / f"end_{event.host}_0").exists())
-                # other hosts notice a cut in an all-reduce that does not end
-                elif not isinstance(event, Cut):
+                elif not isinstance(event, Cut):  # hosts notice a cut in an all-reduce
                     self.wait_for_end_of_view()
             elif isinstance(event, Loss):
                 die()

@@ -481,8 +481,7 @@ def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
     trainer = SimpleNamespace(should_stop=True, global_step=10, fit_loop=loop)
     asked: list[Any] = []
     fit = ElasticFit.__new__(ElasticFit)
-    # a view whose hosts may have exited
-    fit._views = SimpleNamespace(stops=False, stop=asked.append)
+    fit._views = SimpleNamespace(stops=False, stop=asked.append)  # type: ignore[assignment]
     fit._strategy = SimpleNamespace(lightning_module=SimpleNamespace(trainer=trainer))
     fit._stop_with_others()
     assert (not asked) == is_over

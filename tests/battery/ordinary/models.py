@@ -36,7 +36,7 @@ def filtered(self, x, gain):
 
 
 def glow(self, batch):
-    """Return the loss of an invertible linear flow. `slogdet` supports no half precision, with or without autocast."""
+    """Return the loss of an invertible linear flow. `slogdet` has no half-precision kernel and no autocast rule."""
     z = batch[0] @ self.weight + self.shift
     return z.float().square().sum(-1).mean() / 2 - torch.linalg.slogdet(self.weight)[1]
 

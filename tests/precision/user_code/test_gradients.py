@@ -110,7 +110,7 @@ class TakesTheIterator(UserCode):
 
 
 class SkipsABatch(UserCode):
-    """Module that returns None for a batch within a step of three, which Lightning allows on one rank only."""
+    """Module that returns None for a batch within a step of three, which Lightning allows only in single-rank runs."""
 
     settings = {"accumulate_grad_batches": 3}
     num_batches = 6

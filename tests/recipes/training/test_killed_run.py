@@ -51,7 +51,10 @@ KILLS |= {
 
 
 class DieAt(Callback):
-    """Kills this process, or all of the run, in a phase of the fifth step or later. Once, also over restarts."""
+    """Callback that kills this process, or the whole run, once in a phase of the fifth step or later.
+
+    A marker file keeps it from a second kill after a restart.
+    """
 
     def __init__(self, mark, phase):
         self.mark = Path(mark)

@@ -184,7 +184,7 @@ def rates_of(cfg):
 
 
 def test_the_paper_s_runs_are_as_long_as_it_says():
-    """90 and 95 epochs of 1,281,167 images. The reference for ResNet-50 stops a step of an epoch or so before."""
+    """The runs have 90 and 95 epochs of 1,281,167 images. ResNet-50's reference stops about a step per epoch before."""
     steps_per_epoch = NUM_IMAGES / 65536
     assert configured("recipe=alexnet_64k", "data.root=/").trainer.max_steps == int(
         95 * steps_per_epoch

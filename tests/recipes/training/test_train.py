@@ -129,10 +129,11 @@ def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who
 
 @pytest.mark.long
 def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
-    """Two processes, two epochs. The second again from the file of the first. BatchNorm validates as under DDP.
+    """Two processes train two epochs, and repeat the second from the first's file. BatchNorm validates as in DDP.
 
-    To the bit: on two ranks both add two gradients, and no weight is so large (32,768 elements) that its norm is summed
-    in fp32, in an order of which training would make differences of 1e-5 in 18 steps.
+    Results are bit-identical. On two ranks, both strategies add two gradients. No weight is large enough (32,768
+    elements) for its norm to be added in fp32, where training would turn another order into differences of 1e-5 in 18
+    steps.
     """
     common = [*SHORT, "precision=32-true", "model.width=0.04"]
     for name in ("fsdp2", "ddp"):
