@@ -31,11 +31,10 @@ PLACEHOLDERS = {
 def commands(text: str) -> list[tuple[str, str]]:
     r"""Return program and arguments of each command of a page, in a block or within a sentence.
 
-        >>> commands("see `python recipes/a/b.py x=1`:\n    torchrun -n 2 \\\n recipes/c.py y=2 # why\n`python -m
-        tests.d`")
-        [('recipes.a.b', ' x=1'), ('recipes.c', ' y=2 # why'), ('tests.d', '')]
-        >>> commands("`lightning-hybrid gpu-check --device cpu`\ntorchrun -m lightning_hybrid train z=3")
-        [('recipes.gpu_check', ' --device cpu'), ('recipes.train', ' z=3')]
+    >>> commands("see `python recipes/a/b.py x=1`:\n    torchrun -n 2 \\\n recipes/c.py y=2 # why\n`python -m tests.d`")
+    [('recipes.a.b', ' x=1'), ('recipes.c', ' y=2 # why'), ('tests.d', '')]
+    >>> commands("`lightning-hybrid gpu-check --device cpu`\ntorchrun -m lightning_hybrid train z=3")
+    [('recipes.gpu_check', ' --device cpu'), ('recipes.train', ' z=3')]
     """
     for placeholder, value in PLACEHOLDERS.items():
         text = re.sub(placeholder, value, text)

@@ -52,11 +52,10 @@ class FaultOutcome:
 def markdown(outcomes: Sequence[FaultOutcome]) -> str:
     """Format the table, and a line with the number of promises that were kept.
 
-        >>> outcome = FaultOutcome(promise="p", fault="f", phase="b", where="w", detected_by="d", seconds=None,
-        lost="-",
-        ...                   is_held=False)
-        >>> print(markdown([outcome]).splitlines()[-1])
-        0 of 1 held.
+    >>> outcome = FaultOutcome(promise="p", fault="f", phase="b", where="w", detected_by="d", seconds=None, lost="-",
+    ...                   is_held=False)
+    >>> print(markdown([outcome]).splitlines()[-1])
+    0 of 1 held.
     """
     table = markdown_table(HEADER, [outcome.cells() for outcome in outcomes])
     num_held = sum(outcome.is_held for outcome in outcomes)
