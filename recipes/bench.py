@@ -50,10 +50,11 @@ def main(cfg: DictConfig) -> None:
     Rank zero prints each result as soon as it is measured, and writes the report at the end.
     """
     with launch.job(cfg) as launched:
+        # Because they print a line about devices for every fit.
         for name in (
             "lightning.pytorch",
             "lightning.fabric",
-        ):  # because they print a line about devices for every fit
+        ):
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors(cfg):
             config_check.check(cfg, KEYS)

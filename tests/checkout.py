@@ -1,9 +1,10 @@
-"""The files of the checkout: those that git tracks. An environment, a run's output or a draft beside them are none.
+"""Files of the checkout that git tracks. Virtual environments, outputs of runs and drafts are ignored.
 
-    tracked_files("lightning_hybrid/*.py")   # at any depth, as `git ls-files` reads it
-    tracked_in(ROOT / "recipes", "[!_]*.py")  # of one folder
+    tracked_files("lightning_hybrid/*.py")   # at any depth, as `git ls-files` reads the pattern
+    tracked_in(ROOT / "recipes", "[!_]*.py")  # in one folder
 
-Where git knows nothing of the folder, as in an unpacked source archive, they are what such an archive holds.
+If the folder is no git repository, for example an unpacked source archive, all files count that such an archive
+contains.
 """
 
 import os
@@ -18,15 +19,15 @@ FOLDERS = (".github", "conf", "docs", "lightning_hybrid", "recipes", "tests")
 
 @cache
 def _names(root: Path) -> tuple[str, ...]:
-    """Paths below the root with `/`, sorted. Of tracked files those that are still there."""
-    # Within a hook of git these name its own repository and index.
+    """Return the sorted paths below the root, with `/` as separator and without tracked files that were deleted."""
+    # Inside a git hook, these variables point to the repository and index of the hook.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         command = ["git", "-C", str(root), "ls-files", "-z"]
         listed = os.fsdecode(
             subprocess.run(command, env=environment, capture_output=True, check=True).stdout
         )
-    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+    except (OSError, subprocess.CalledProcessError):  # git or its repository is missing
         listed = ""
     paths = [root / name for name in listed.split("\0") if name]
     if not paths:
@@ -41,12 +42,12 @@ def _names(root: Path) -> tuple[str, ...]:
 
 
 def tracked_files(pattern: str, root: Path = ROOT) -> list[Path]:
-    """Tracked files whose path below the root matches. `*` matches `/` too."""
+    """Return the tracked files whose path relative to the root matches the pattern. `*` also matches `/`."""
     return [root / name for name in _names(root) if fnmatchcase(name, pattern)]
 
 
 def tracked_in(folder: Path, pattern: str) -> list[Path]:
-    """Tracked files of one folder of the checkout, by name."""
+    """Return the tracked files directly in a folder whose names match the pattern."""
     return [
         path
         for path in tracked_files("*")

@@ -1,7 +1,7 @@
-"""Fixtures every test may use: worlds of one to four real ranks. Rules for tests that need a GPU, or the machine alone.
+"""Shared pytest fixtures and hooks: worlds of one to four real ranks, and rules for GPU and clock tests.
 
-Without paths on its command line `pytest` runs all tests, in several processes where `pytest-xdist` is installed:
-half of the time a test waits for sockets or for other ranks. `pytest -n 0` runs them in one.
+`pytest` without paths runs all tests. If `pytest-xdist` is installed, it uses several processes, because tests spend
+half of their time waiting for sockets or for other ranks. `pytest -n 0` runs all tests in a single process.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-# Before torch is imported: threads that wait for each other cost more than they save on tensors as small as these.
+# Set before torch is imported. On tensors this small, synchronizing several threads costs more than they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from recipes.cli.preflight import LAUNCH_VARIABLES
 
-# of torch, which takes seconds, the process that hands out the tests needs nothing
+# Importing torch takes seconds, and the xdist process that distributes the tests does not need it.
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool, Ranks
 
-# No deadline: how long an example takes is the machine's load. The same examples in every run: a test that fails is
-# the change's doing and not the day's. Other examples: `pytest --hypothesis-profile=exploring`.
+# There is no deadline, because the duration of an example depends on the load of the machine. Every run uses the same
+# examples, so a new failure is caused by the code change. To try other examples, use `pytest
+# --hypothesis-profile=exploring`.
 settings.register_profile("same examples", deadline=None, derandomize=True)
 settings.register_profile("exploring", deadline=None, max_examples=1000)
 settings.load_profile("same examples")
 
-# More than there are cores on a small machine: half of the time a test waits for sockets or for clocks.
+# This is more than a small machine has cores, because tests spend half of their time waiting for sockets or clocks.
 NUM_PROCESSES = 4
 
-LONG_TEST_LIMIT_S = 3600  # of the others: `timeout` in pyproject.toml
+LONG_TEST_LIMIT_S = 3600  # `timeout` in pyproject.toml limits all other tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,9 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
         moving_device.install()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # this is one of the two: it starts none
+    if "PYTEST_XDIST_WORKER" in os.environ:  # an xdist worker must not start workers itself
         return
     options = config.option
     are_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.collectonly
@@ -70,7 +71,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
-    """Two files to lock, one set for all processes of the session."""
+    """Open the two lock files that all test processes of the session share."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -88,10 +89,10 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]
 def alone_where_it_reads_clocks(
     request: pytest.FixtureRequest, turns: tuple[int, int]
 ) -> Iterator[None]:
-    """No test of another process runs beside one that is marked `clock`."""
+    """Run a test marked `clock` alone, while no other process runs a test."""
     queue, machine = turns
     is_alone = request.node.get_closest_marker("clock")
-    # who waits for the machine holds it, so that no new test begins
+    # A test holds the queue lock until it gets the machine lock, so no later test can start before it.
     fcntl.flock(queue, fcntl.LOCK_EX)
     fcntl.flock(machine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
     fcntl.flock(queue, fcntl.LOCK_UN)
@@ -130,7 +131,7 @@ def four_ranks(rank_pool: RankPool) -> Ranks:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_the_environment() -> Iterator[None]:
-    """Lightning writes seed, port and world into it, which programs that later tests start would inherit."""
+    """Restore the launch variables after each test, so that later tests do not inherit Lightning's values."""
     before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
     yield
     for name, value in before.items():
@@ -142,10 +143,10 @@ def nothing_is_left_in_the_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_copy_of_pytest_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fit on several devices starts the program again for each: here pytest, which the failure of a copy would end.
+    """Fail a test that would make Lightning start further copies of pytest for a fit on several devices.
 
-    Lightning's observer sends SIGTERM to the process whose copy failed, seconds later and in the middle of another
-    test. Such fits belong into ``two_ranks`` or a program of their own.
+    If such a copy fails, Lightning's observer sends SIGTERM to the process that started it. The signal arrives seconds
+    later, in the middle of another test. Run such fits with ``two_ranks`` or in a separate program.
     """
     launchers = sys.modules.get("lightning.pytorch.strategies.launchers.subprocess_script")
     if launchers is None:
@@ -164,7 +165,11 @@ def no_copy_of_pytest_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """The collector need not look at what imports make: seconds in all, and then a third of a second each time."""
+    """Pause garbage collection while tests are collected, and exclude the imported objects from later collections.
+
+    The collector would otherwise scan everything that the imports create. This would take seconds during collection and
+    a third of a second on each later pass.
+    """
     gc.disable()
     try:
         return (yield)
@@ -178,7 +183,7 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_cases = Counter[str]()
     for item in items:

@@ -1,4 +1,4 @@
-"""Resources of a process, for tests that open and close something many times."""
+"""Counts of process resources, for tests that open and close something many times."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ SETTLE_LIMIT_S = 5.0
 
 
 def held() -> dict[str, int]:
-    """OS threads, process groups and open files of this process, now."""
+    """Count the OS threads, process groups and open files of this process."""
     return {
         "threads": len(os.listdir("/proc/self/task")),
         "groups": len(dist.distributed_c10d._world.pg_map),
@@ -21,7 +21,7 @@ def held() -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -29,9 +29,10 @@ def resident_bytes() -> int:
 def growth(cycle: Callable[[], None], *, num_warm_up: int, num_cycles: int) -> dict[str, int]:
     """Return the growth of resources and of resident bytes over ``num_cycles`` cycles.
 
-    Both counts are taken at rest: the first where nothing has changed for half a second, the second where it is not
-    above the first any more, or at the deadline. What a cycle leaves behind for good is counted ``num_cycles`` times.
-    Every rank must call it.
+    The first count is taken once nothing has changed for half a second. The second count is taken once it no longer
+    exceeds the first one, or at the deadline. A resource that each cycle leaks is counted ``num_cycles`` times.
+
+    Collective: every rank of the group must call it.
     """
     for _ in range(num_warm_up):
         cycle()

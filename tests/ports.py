@@ -1,16 +1,16 @@
-"""Ports for ranks and hosts that a test starts."""
+"""Free ports for the ranks and hosts that a test starts."""
 
 import random
 import socket
 from contextlib import suppress
 
-# The kernel gives ports from 32768 on to connections, also to those of the tests of the other process.
+# The kernel assigns ports from 32768 upwards to outgoing connections, including those of other test processes.
 PORTS = range(20_000, 32_768)
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nobody listens."""
-    # Tests seed the global generator, which would give the same port again.
+    """Return a port of this machine that has no listener."""
+    # Tests seed the global generator, which would return the same port again.
     generator = random.SystemRandom()
     while True:
         port = generator.choice(PORTS)
@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def free_addresses(num: int) -> str:
-    """Return different free addresses of this machine, separated by commas."""
+    """Return `num` distinct free addresses of this machine as a comma-separated string."""
     ports = set[int]()
     while len(ports) < num:
         ports.add(free_port())

@@ -1,10 +1,10 @@
-"""Python programs for tests, forked from a process that has imported Lightning: in a tenth of a second, not in five.
+"""Python programs for tests, forked from a process that has imported Lightning. They start in 0.1 s instead of 5 s.
 
     done = run_program("recipes/train.py", "trainer.max_epochs=1", cwd=ROOT)      # as `python recipes/train.py ...`
     done = run_program("-m", "torch.distributed.run", "script.py", cwd=tmp_path)  # as `python -m ...`
 
-All else is as in a fresh process: its own session, arguments, environment, working directory and streams. Only what
-torch and Lightning read when they are imported was read before.
+In all other respects the program runs as in a fresh process, with its own session, arguments, environment, working
+directory and streams. The exception is what torch and Lightning read when they are imported: it comes from the parent.
 """
 
 import atexit
@@ -31,10 +31,11 @@ def run_program(
     timeout_s: float = 180.0,
     is_finalized: bool = False,
 ) -> CompletedProcess[str]:
-    """Run ``python *arguments`` to its end: its exit code, and what it wrote.
+    """Run ``python *arguments`` to its end and return its exit code and output.
 
-    ``env``: its whole environment; by default this process's. ``is_finalized``: the interpreter takes itself apart at
-    the end, which costs a second; by default it ends after the functions registered with ``atexit``.
+    ``env`` is the complete environment of the program (default: the environment of this process). By default the
+    program ends right after the functions registered with ``atexit``. With ``is_finalized=True`` the interpreter also
+    finalizes, which takes a second.
     """
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -51,7 +52,8 @@ def run_program(
         process.start()
         process.join(timeout_s)
         is_late = process.exitcode is None
-        with suppress(ProcessLookupError):  # its session: what it started and left goes too
+        # end the session, including any processes that the program left behind
+        with suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()

@@ -1,4 +1,4 @@
-"""A pool of real Gloo processes, started once, on which tests run ordinary module-level functions.
+"""Pool of real Gloo processes, started once, on which tests run ordinary module-level functions.
 
     def ring_sum(numel):                       # in tests/comm/test_x.py; runs on every rank
         flat = torch.full((numel,), float(dist.get_rank() + 1))
@@ -8,13 +8,15 @@
     def test_x(two_ranks):
         assert [r.tolist() for r in two_ranks.run(ring_sum, 1)] == [[3.0], [3.0]]
 
-* The function is pickled by its qualified name, so it must be importable; results may be anything that pickles.
-* Ranks find themselves with ``dist.get_rank()``; the default process group is there when the function starts.
-* One set of processes serves worlds of 1 to 8 ranks: the default group is made anew when the size changes.
-* Warnings are what they are in the test: the filters of the moment, marks included, hold on the ranks too.
-* A rank that raises: ``RankError`` with that rank's traceback. A run past its time limit: ``RankTimeoutError`` with
-  the stack of every rank that still runs. After both the processes are started afresh for the next test.
-* Ranks are forked from one process that has imported Lightning: a new one costs hundredths of a second, not five.
+* The function is pickled by its qualified name, so it must be importable. It may return anything that can be pickled.
+* The default process group exists when the function starts. Call ``dist.get_rank()`` to get the rank.
+* One set of processes serves worlds of 1 to 8 ranks. The default group is recreated when the world size changes.
+* The warning filters of the test, including those from its marks, also apply on the ranks.
+* If a rank raises, the test gets a ``RankError`` with the traceback of that rank. If a run exceeds its time limit, the
+  test gets a ``RankTimeoutError`` with the stacks of all ranks that are still running. In both cases the processes are
+  restarted for the next test.
+* Ranks are forked from a process that has imported Lightning, so a new rank starts in hundredths of a second instead of
+  5 s.
 """
 
 from __future__ import annotations
@@ -45,28 +47,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# below the default time limit of a run, so that the traceback names the op
+# Shorter than the default time limit of a run, so that the traceback names the operation that timed out.
 GROUP_TIMEOUT = timedelta(seconds=45)
 START_LIMIT_S = 120.0
-# for all that tests fork; what is not installed is left out
+# Modules for all processes that tests fork. Modules that are not installed are skipped.
 PRELOADED = [
     "wandb",
     "recipes.train",
     "tests.preloaded",
 ]
-GRACE_S = 2.0  # how long the other ranks may go on once one has failed: their tracebacks are often the telling ones
+GRACE_S = 2.0  # extra time for the other ranks after a failure, because their tracebacks often show the cause
 
 
 class RankError(AssertionError):
-    """A function failed on a rank. The message holds that rank's traceback."""
+    """Failure of a function on a rank. The message contains the traceback of that rank."""
 
 
 class RankTimeoutError(RankError):
-    """A function did not end within its time limit on every rank."""
+    """Failure of a function to finish within the time limit on every rank."""
 
 
 class Ranks:
-    """The first ``world_size`` processes of a pool, as a world of their own."""
+    """World that consists of the first ``world_size`` processes of a pool."""
 
     def __init__(self, pool: RankPool, world_size: int) -> None:
         self.pool = pool
@@ -82,9 +84,9 @@ class Ranks:
 
 
 class RankPool:
-    """Up to ``num_ranks`` Gloo processes on this machine, one thread each, started when first needed.
+    """Pool of up to ``num_ranks`` single-threaded Gloo processes on this machine, started on demand.
 
-    ``is_moving``: modules move there as in ``tests/stand_in/moving_device.py``.
+    With ``is_moving=True``, modules in these processes move between devices as in ``tests/stand_in/moving_device.py``.
     """
 
     def __init__(self, num_ranks: int, *, is_moving: bool = False) -> None:
@@ -93,7 +95,7 @@ class RankPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
-        # Of the default process group; a new one gets a fresh corner of the store.
+        # Of the default process group; each new group uses a fresh prefix of the store.
         self._generation = 0
         self._live_world_size: int | None = None
         self._stacks = Path(tempfile.mkdtemp(prefix="rank_pool_"))
@@ -125,7 +127,7 @@ class RankPool:
             pipe.send_bytes(call)
         try:
             replies, left = self._collect(range(world_size), timeout_s, grace_s)
-        except BaseException:  # Ctrl-C: the ranks still run
+        except BaseException:  # for example Ctrl-C, while the ranks are still running
             self.stop()
             raise
         failed = {rank: reply for rank, reply in replies.items() if reply[0] == "error"}
@@ -148,7 +150,7 @@ class RankPool:
             raise error(
                 f"{fn.__qualname__}{limit} on ranks {sorted(failed) + left}\n" + "\n".join(report)
             )
-        # the function took the default group away
+        # The function destroyed the default group.
         if not all(reply[2] for reply in replies.values()):
             self._live_world_size = None
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
@@ -156,7 +158,7 @@ class RankPool:
     def _collect(
         self, ranks: range, timeout_s: float, grace_s: float
     ) -> tuple[dict[int, tuple], list[int]]:
-        """Replies by rank, and the ranks that gave none in time."""
+        """Return the replies by rank, and the ranks that did not reply in time."""
         deadline = time.monotonic() + timeout_s
         waiting = {self._pipes[rank]: rank for rank in ranks}
         replies: dict[int, tuple] = {}
@@ -177,7 +179,7 @@ class RankPool:
         return replies, sorted(waiting.values())
 
     def _stacks_of(self, ranks: list[int]) -> dict[int, str]:
-        """Return the stack of each of these ranks, from faulthandler."""
+        """Return the stack of each given rank, as written by faulthandler."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
@@ -188,7 +190,7 @@ class RankPool:
         return self._stacks / f"rank{rank}"
 
     def _start(self, world_size: int) -> None:
-        """Processes for ranks 0 to ``world_size`` - 1. The ones already there stay."""
+        """Start the missing processes for ranks 0 to ``world_size`` - 1 and keep the existing ones."""
         if any(process.exitcode is not None for process in self._processes):
             self.stop()
         if self._store is None:
@@ -201,7 +203,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             stack_file = self._stack_file(rank)
             stack_file.write_text("")
-            # Not daemonic: a daemonic process may have no children, and data loaders have workers.
+            # Not daemonic: a daemonic process may not have children, and data loaders start workers.
             process = context.Process(
                 target=_serve,
                 args=(rank, self._store.port, theirs, str(stack_file), self.is_moving),
@@ -218,7 +220,7 @@ class RankPool:
 
     def stop(self) -> None:
         if "COVERAGE_RUN" in os.environ:
-            self._end_in_order()  # a process that is killed writes no coverage
+            self._end_in_order()  # a killed process would not write its coverage data
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -243,9 +245,9 @@ class RankPool:
 
 
 def warm_context() -> ForkServerContext:
-    """Starts processes as forks of one that has imported all that is ``PRELOADED``, and is started if it is not there.
+    """Return a context that forks processes from a server that has imported all ``PRELOADED`` modules.
 
-    They find its environment, not that of the moment.
+    The server is started on demand. Forked processes inherit the environment of the server, not the current one.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -274,11 +276,11 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
         from tests.stand_in import moving_device
 
         moving_device.install()
-    # PR_SET_PDEATHSIG: the server of forks ends with pytest
+    # PR_SET_PDEATHSIG: the fork server ends with pytest.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() == 1:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     with open(stack_path, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         torch.set_num_threads(1)
@@ -295,7 +297,7 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
                 if generation != live_generation:
                     _join_world(rank, world_size, store, generation)
                     live_generation = generation
-                # of an earlier test's `seed_everything`: setups would read it
+                # An earlier test may have called `seed_everything`, and data setups would read this variable.
                 os.environ.pop("PL_GLOBAL_SEED", None)
                 with warnings.catch_warnings(), _levels_of_loggers_kept():
                     filters, fn, args = pickle.loads(call)
@@ -313,7 +315,10 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
 
 @contextlib.contextmanager
 def _levels_of_loggers_kept() -> Iterator[None]:
-    """Programs make Lightning's loggers quiet for their process. This one goes on to other tests."""
+    """Restore the levels of loggers afterwards.
+
+    Programs silence Lightning's loggers, and this process runs further tests.
+    """
     loggers = [
         logger
         for logger in logging.root.manager.loggerDict.values()
@@ -330,7 +335,7 @@ def _levels_of_loggers_kept() -> Iterator[None]:
 def _set_warning_filters(filters: Sequence[tuple]) -> None:
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(filters):
-        # Compiled, or None, or a plain string in the interpreter's own filters.
+        # The pattern is compiled, None, or a plain string in the default filters of the interpreter.
         message, module = (
             getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)
         )

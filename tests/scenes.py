@@ -1,14 +1,15 @@
-"""One fit, and what was seen of it: what a user writes goes in, a frozen `Seen` of each rank comes out.
+"""Runner of one fit. The caller passes what a user would write, and each rank returns a frozen `Seen` with the results.
 
     def test_the_scale_changes_no_bit(two_ranks):
         unscaled = fit(two_ranks, precision="16-true", loss_scale=1)[0]
         scaled = fit(two_ranks, precision="16-true", loss_scale=1024)[0]
         assert same(scaled.weights, unscaled.weights)
 
-* Without `ranks`, a world of the pool, it runs in this process: then there is one `Seen`, else a list of them by rank.
-* Keywords that `Trainer` knows go to it, all others to the strategy's class (`kind`).
-* `at(hook=look)` is a callback that does `look(trainer, module, ...)` and keeps what it returns in `Seen.looks`.
-* All crosses to the ranks by pickle: what is given stands at the top of a file.
+* Without `ranks`, the fit runs in this process and returns one `Seen`. With `ranks`, a world of the pool, it returns a
+  list of them in rank order.
+* Keyword arguments that `Trainer` accepts are passed to it. All others are passed to the strategy class (`kind`).
+* `at(hook=look)` is a callback that calls `look(trainer, module, ...)` and stores the return values in `Seen.looks`.
+* All arguments are pickled to reach the ranks, so functions and classes must be defined at module level.
 """
 
 import inspect
@@ -49,31 +50,31 @@ class Columns:
     rows: list[tuple[int, dict[str, float]]]
 
     def column(self, name: str) -> dict[int, float]:
-        """Logged values of a name, by step."""
+        """Return the logged values of a metric by step."""
         return {step: row[name] for step, row in self.rows if name in row}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(Columns):
-    """Result of a fit on one rank, and observations during it.
+    """Result of a fit on one rank, with observations made during it.
 
-    The rank stands first, so that pytest shows it where an assertion on a value fails.
+    The rank is the first field, so that pytest shows it when an assertion on a value fails.
     """
 
     rank: int
-    weights: dict[str, Tensor]  # none of a pipeline that failed
-    losses: list[float]  # of a `Toy`
-    states: list[dict[int, dict[str, Any]]]  # of each optimizer, by number of the parameter
+    weights: dict[str, Tensor]  # empty for a pipeline that failed
+    losses: list[float]  # only of a `Toy`
+    states: list[dict[int, dict[str, Any]]]  # for each optimizer, by parameter index
     global_step: int
     num_skipped: int
     loss_scale: float | None
-    sent: CommSummary | None  # by this rank, in all
-    error: str  # "Type: message", notes as further lines; empty where there was none
+    sent: CommSummary | None  # total traffic of this rank
+    error: str  # "Type: message", with notes on further lines; empty if nothing was raised
     warnings: list[str]
-    # what was logged, with the number of steps made by then
+    # Logged rows, each with the number of completed steps.
     rows: list[tuple[int, dict[str, float]]]
-    metrics: dict[str, float]  # the last of each
-    looks: dict[str, list[Any]]  # of each `at`, by hook
+    metrics: dict[str, float]  # last value of each metric
+    looks: dict[str, list[Any]]  # return values of each `at` callback, by hook
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -97,14 +98,15 @@ def fit(
     """Fit two epochs of `toy.loader()` and return the observations of each rank.
 
     Args:
-        ranks: World of the pool; None: this process.
-        module: LightningModule, or a function that makes one.
-        timeout_s: Limit on ranks.
-        raises: An error of the fit is seen, where it would fail the test.
-        warns: So is a warning.
-        **scene: `train`, `val`: loaders, or functions that make them; `ckpt_path`: checkpoint to go on from; `save_to`:
-            where to save one in the end; `call`: another entry point of `Trainer`; `kind`: the strategy's class. All
-            others are options of `Trainer`, or of the strategy.
+        ranks: World of the pool, or None for this process.
+        module: LightningModule, or a function that creates one.
+        timeout_s: Time limit of a run on `ranks`.
+        raises: Record an error of the fit in `Seen.error` instead of failing the test.
+        warns: Allow warnings instead of failing the test.
+        **scene: `train`, `val`: loaders, or functions that create them; `ckpt_path`: checkpoint to resume from;
+            `save_to`: path of a checkpoint to save at the end; `call`: another entry point of `Trainer`; `kind`:
+            strategy
+            class. All others are options of `Trainer` or of the strategy.
     """
     scene = {"module": module, "raises": raises, "warns": warns, **scene}
     if ranks is None:
@@ -166,7 +168,7 @@ def play(scene: dict[str, Any]) -> Seen:
 
 
 def _settings_of(scene: dict[str, Any]) -> dict[str, Any]:
-    """Return the trainer's settings, with a strategy and fresh callbacks. What is left are the strategy's options."""
+    """Pop and return the trainer's settings, with a strategy and new callbacks. Strategy options stay in the scene."""
     kind = scene.pop("kind")
     settings = {name: scene.pop(name) for name in list(scene) if name in OF_TRAINER}
     if "strategy" not in settings:
@@ -190,7 +192,7 @@ def _settings_of(scene: dict[str, Any]) -> dict[str, Any]:
 
 
 def _looks_of(callbacks: list[pl.Callback]) -> dict[str, list[Any]]:
-    """Return the values that every `at` kept, by hook."""
+    """Return the values that all `at` callbacks stored, by hook."""
     looks = {}
     for callback in callbacks:
         if isinstance(callback, Looks):
@@ -199,7 +201,7 @@ def _looks_of(callbacks: list[pl.Callback]) -> dict[str, list[Any]]:
 
 
 def build(item: Any) -> Any:
-    """Call a function and return its result. Anything else is returned as it is, modules too."""
+    """Call a function and return its result. Return anything else, including modules, unchanged."""
     if callable(item) and not isinstance(item, nn.Module):
         return item()
     return item
@@ -221,7 +223,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 class Looks(pl.Callback):
-    """Keeps, by hook, what functions returned there. None is not kept."""
+    """Callback that stores the return values of functions by hook, except None."""
 
     def __init__(self, looks: dict[str, Callable[..., Any]]) -> None:
         self.looks = looks
@@ -240,17 +242,17 @@ def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
 
         return called
 
-    # a method: Lightning asks the class
+    # The hooks must be methods, because Lightning looks them up on the class.
     return type("At", (Looks,), {name: hook(name) for name in looks})(looks)
 
 
 def at(**looks: Callable[..., Any]) -> Looks:
-    """A callback whose hooks are these functions, with the hook's arguments: to look, or to do as a user's would."""
+    """Return a callback whose hooks are these functions, to observe a fit or to act as a user's callback would."""
     return _at(looks)
 
 
 class Saves(pl.Callback):
-    """Saves a checkpoint after so many steps, or at the end of an epoch."""
+    """Callback that saves a checkpoint after a given step, or at the end of a given epoch."""
 
     def __init__(self, path: Any, *, step: int | None = None, epoch: int | None = None) -> None:
         self.path = str(path)
@@ -267,7 +269,7 @@ class Saves(pl.Callback):
 
 
 class Keeps(Columns, Logger):
-    """A logger that keeps what it is given."""
+    """Logger that keeps the rows that it receives."""
 
     name = version = "keeps"
 
@@ -283,7 +285,7 @@ class Keeps(Columns, Logger):
 
 
 class _Last(pl.Callback):
-    """Keeper of values that teardown drops."""
+    """Callback that stores values that teardown discards."""
 
     sent: CommSummary | None = None
 
@@ -299,7 +301,7 @@ class _Last(pl.Callback):
 
 
 class Spoiled(Toy):
-    """Its loss is multiplied on one rank, or on all (None), in some batches of an epoch, or steps of the fit."""
+    """Toy whose loss is multiplied by `factor` on one rank, or on all ranks (None), in given batches or steps."""
 
     def __init__(self, batches=(), steps=(), factor=float("inf"), rank=1, **options):
         super().__init__(**options)
@@ -317,14 +319,14 @@ class Spoiled(Toy):
 
 
 def this_rank() -> int:
-    """This rank. 0 where there is no group."""
+    """Return this process's rank, or 0 if there is no process group."""
     if dist.is_initialized():
         return dist.get_rank()
     return 0
 
 
 def gradients(trainer: pl.Trainer, module: nn.Module, *args: Any) -> dict[str, Tensor]:
-    """The gradients of the moment, by name."""
+    """Return copies of the current gradients by parameter name."""
     return {
         name: parameter.grad.detach().clone()
         for name, parameter in module.named_parameters()

@@ -1,4 +1,4 @@
-"""Pages of the API reference: each public name stands on one page, under the name that users import it by."""
+"""API reference: every public name is documented on exactly one page, under its import path for users."""
 
 import re
 from importlib import import_module
@@ -13,14 +13,14 @@ DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (\S+)$", re.MULTILINE)
 
 
 def documented_names() -> list[str]:
-    """Return the names on all pages. A module that lists its members eagerly stands for all of them."""
+    """Return the names on all pages. A module that lists its members eagerly contributes all of them."""
     names = []
     for page in sorted(tracked_in(API, "*.md")):
         for kind, name in DIRECTIVE.findall(page.read_text()):
             if kind != "module":
                 names.append(name)
                 continue
-            # Sphinx sees only what is there before anybody asks for it.
+            # Sphinx documents only members that exist before their first lazy access.
             module = import_module(name)
             for member in getattr(module, "__all__", ()):
                 if member in vars(module):

@@ -1,4 +1,4 @@
-"""Batches are split between samples, whatever holds them."""
+"""Splitting of batches between samples, for all containers of a batch."""
 
 from collections import UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Sample:
 
 
 def plain(value):
-    """A nest as lists and dictionaries of Python values."""
+    """Convert a nested batch to lists and dictionaries of Python values."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
     if isinstance(value, Sample):
@@ -39,7 +39,7 @@ def plain(value):
     return value
 
 
-# one of them has as many entries as there are rows
+# One entry has the length of the batch.
 RAGGED = [torch.arange(i + 3) for i in range(ROWS)]
 BATCHES = {
     "tensor": X,
@@ -77,7 +77,7 @@ def test_each_part_has_its_rows_and_the_type_of_the_batch(name):
 
 
 def rows_of(whole, rows):
-    """The rows of a plain nest, by the one rule that a reader of `BATCHES` sees: `ROWS` entries are rows."""
+    """Return the given rows of a plain nested batch: every list of `ROWS` entries is indexed."""
     if isinstance(whole, dict):
         return {key: rows_of(value, rows) for key, value in whole.items()}
     if len(whole) == ROWS and not is_list_of_views(whole):

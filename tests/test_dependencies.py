@@ -1,4 +1,4 @@
-"""Declared dependencies of all imports, and the core's small set."""
+"""Declared dependencies of all imports, and the small set of dependencies of the core."""
 
 import ast
 import re
@@ -15,8 +15,7 @@ from tests.checkout import ROOT, tracked_files
 from tests.without import environment_without
 
 OURS = {"lightning_hybrid", "recipes", "tests", "_path"}
-# The same Lightning by another name, which only a program that imports it by that name needs, and a synthetic one of a
-# test.
+# Lightning under its other package name, which only programs that import that name need, and a synthetic one of a test.
 OTHERS = {"pytorch_lightning", "lightning_fabric", "strange_lightning"}
 # Distributions of modules that may not be installed here.
 NAMES = {"simplejpeg": "simplejpeg", "triton": "triton", "optuna": "optuna"}
@@ -25,9 +24,9 @@ NAMES |= {"transformers": "transformers", "tokenizers": "tokenizers"}
 
 DISTRIBUTIONS = packages_distributions()
 
-# Imports of the package that its core does not install. Each is made only where somebody asks for what it does.
+# Packages that the library imports but the core does not install. They are imported when a user calls the feature.
 WITH_AN_EXTRA = {"matplotlib": "report"}
-# builds for CUDA bring it; without it the fused kernels warn and are not used
+# CUDA builds of torch include triton. Without it the fused kernels warn and are not used.
 WITH_TORCH = {"triton"}
 
 IMPORT_ALL_PUBLIC_NAMES = """
@@ -62,7 +61,7 @@ def canonical(name: str) -> str:
 
 
 def declared() -> dict[str, set[str]]:
-    """Distributions by where they are declared: always, or in which extra."""
+    """Return the declared distributions by extra. The empty key holds those that are always installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     return {
@@ -72,7 +71,7 @@ def declared() -> dict[str, set[str]]:
 
 
 def imported(*folders: str) -> dict[str, str]:
-    """Top-level names that are imported, each with one file that does so."""
+    """Return all imported top-level names, each with one file that imports it."""
     paths = {}
     for file in (file for folder in folders for file in tracked_files(f"{folder}/*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -126,7 +125,7 @@ def test_the_lock_of_ci_has_a_version_and_a_hash_for_every_declared_dependency()
 
 
 def test_the_package_imports_only_what_its_core_installs():
-    """Packages that the recipes need, such as Hydra and W&B, are installed with their extra."""
+    """Packages that only the recipes need, such as Hydra and W&B, are installed with an extra."""
     groups = declared()
     undeclared = missing(imported("lightning_hybrid"), groups[""])
     assert set(undeclared) == {*WITH_AN_EXTRA, *WITH_TORCH}
@@ -155,7 +154,7 @@ def installed_with(requirements: set[str]) -> set[str]:
         visited.add(key)
         try:
             texts = metadata.requires(parent.name) or []
-        except metadata.PackageNotFoundError:  # of another platform
+        except metadata.PackageNotFoundError:  # a requirement of another platform
             continue
         for requirement in map(Requirement, texts):
             marker = requirement.marker
@@ -168,7 +167,7 @@ def installed_with(requirements: set[str]) -> set[str]:
 
 def test_every_public_name_can_be_imported_where_only_the_core_is_installed(tmp_path):
     installed = installed_with(declared()[""])
-    # Not matplotlib and rich: torchmetrics and Lightning look for their metadata, which are there, and import them.
+    # matplotlib and rich are not blocked: torchmetrics and Lightning find their metadata and import them.
     blocked = ("hydra", "omegaconf", "wandb", "pydantic")
     providers = [provider for name in blocked for provider in DISTRIBUTIONS[name]]
     assert not installed & {canonical(provider) for provider in providers}
@@ -181,7 +180,7 @@ def test_every_public_name_can_be_imported_where_only_the_core_is_installed(tmp_
 
 @pytest.mark.long
 def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_path):
-    """A machine with a GPU need not have what only the recipes' command line needs."""
+    """GPU tests can be collected on a machine that lacks the packages of the recipes' command line."""
     command = [
         sys.executable,
         "-m",
@@ -193,7 +192,7 @@ def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_p
         "-p",
         "no:cacheprovider",
         "-p",
-        "pytest_timeout",  # pyproject.toml sets its option, and no plugin is loaded by itself here
+        "pytest_timeout",  # pyproject.toml sets its option, and plugin autoload is disabled
     ]
     environment = environment_without(tmp_path)
     no_hydra = subprocess.run(

@@ -1,4 +1,4 @@
-"""Layout of the package: allowed imports by folder, names with one meaning, and no definition that only tests use."""
+"""Layout of the package: allowed imports by folder, unique public names, and no definition that only tests use."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ PACKAGE = ROOT / "lightning_hybrid"
 MODULES = tracked_files("lightning_hybrid/*.py")
 PROGRAMS = [*tracked_files("recipes/*.py"), *tracked_files("tests/evidence/*.py")]
 
-# A folder, and our modules that it may import besides itself. A name stands for all modules below it.
+# Each folder, with our modules that it may import in addition to itself. A name includes all modules below it.
 OF_DATA = {
     f"data.{name}"
     for name in ("prefetch", "exact_loader", "exact_resume", "batch_counters", "place")
@@ -79,7 +79,7 @@ MOST_MODULES = 20
 
 
 def part_of(path: Path) -> str:
-    """The dotted name below the package."""
+    """Return the dotted name of a module relative to the package."""
     return (
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         .removesuffix("__init__")
@@ -105,7 +105,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def ours(names: set[str]) -> set[str]:
-    """Modules of ours behind imported names: `lightning_hybrid.comm.plan.CommPlan` -> `comm.plan`."""
+    """Return our modules behind imported names, for example `comm.plan` for `lightning_hybrid.comm.plan.CommPlan`."""
     result = set()
     for name in names:
         package, *parts = name.split(".")
@@ -120,7 +120,7 @@ def ours(names: set[str]) -> set[str]:
 
 
 def is_allowed(source: str, target: str) -> bool:
-    """Return whether the table allows this import. Imports within a folder are allowed."""
+    """Return whether the table allows this import. Imports within a folder are always allowed."""
     if source in ARROWS:
         folder = source
     else:
@@ -144,9 +144,9 @@ def test_folders_import_only_what_the_table_allows():
 
 
 def test_imports_have_no_cycle():
-    """Imports for type checkers and within functions count too."""
+    """The import graph has no cycle, including imports for type checkers and imports within functions."""
     imports = {part_of(path): ours(imports_of(path)) - {part_of(path)} for path in MODULES}
-    TopologicalSorter(imports).prepare()  # raises where there is no order, and shows the circle
+    TopologicalSorter(imports).prepare()  # raises if no order exists, and shows the cycle
 
 
 def test_the_library_knows_no_configuration_system_and_no_tracker():
@@ -160,12 +160,12 @@ def test_the_library_knows_no_configuration_system_and_no_tracker():
 
 @cache
 def imports_by_module() -> dict[str, set[str]]:
-    """Modules of ours that each module imports, also within functions."""
+    """Return the modules of the package that each module imports, including imports within functions."""
     return {part_of(path): ours(imports_of(path)) for path in MODULES}
 
 
 def modules_behind(part: str) -> set[str]:
-    """The module, and those of ours that it imports, directly or not, also within functions."""
+    """Return a module and all modules of the package that it imports, directly or indirectly."""
     imports = imports_by_module()
     reached = set()
     waiting = {part}
@@ -177,14 +177,14 @@ def modules_behind(part: str) -> set[str]:
 
 
 def packages_behind(part: str) -> set[str]:
-    """Names of the packages that a module imports, directly or through others of ours."""
+    """Return the names of the packages that a module imports, directly or through other modules of ours."""
     reached = modules_behind(part)
     paths = [path for path in MODULES if part_of(path) in reached]
     return {name.split(".")[0] for path in paths for name in imports_of(path)}
 
 
 def test_the_planner_imports_no_strategy_no_lightning_and_matplotlib_for_pictures_alone():
-    """Nor through what it imports: it runs where nobody trains."""
+    """The planner also runs where nobody trains, so its indirect imports count too."""
     planner = [part_of(path) for path in MODULES if path.is_relative_to(PACKAGE / "planning")]
     assert "planning.report.pictures" in planner
     for part in planner:
@@ -194,7 +194,10 @@ def test_the_planner_imports_no_strategy_no_lightning_and_matplotlib_for_picture
 
 
 def test_no_test_looks_at_what_git_does_not_track():
-    """An environment, outputs and drafts may lie in the checkout. `.ci/run` plants such files and runs all tests."""
+    """Tests ignore untracked files, such as environments, outputs and drafts.
+
+    `.ci/run` plants such files and runs all tests.
+    """
     constant = r"\b(?:[A-Z][A-Z_]{2,}|__file__)\b"
     walk = re.compile(
         rf"{constant}[^{{}}\n]*\.(?:r?glob|iterdir)\(|\b(?:walk|listdir|scandir)\([^)\n]*{constant}"
@@ -220,7 +223,8 @@ def public_definitions(path: Path) -> list[str]:
 def test_a_public_name_of_the_package_has_one_meaning():
     modules_of_name = defaultdict(list)
     for path in MODULES:
-        if path.parent.name == "flavours":  # the same classes, on each of Lightning's packages
+        # these re-export the same classes for each of Lightning's packages
+        if path.parent.name == "flavours":
             continue
         for name in public_definitions(path):
             modules_of_name[name].append(part_of(path))
@@ -228,7 +232,7 @@ def test_a_public_name_of_the_package_has_one_meaning():
 
 
 def test_every_public_definition_is_used_outside_of_its_own_tests():
-    """In code, configuration or a README. A method of torch's or Lightning's is theirs to call."""
+    """Code, a configuration or a README must use each name. Methods that torch or Lightning call are exempt."""
     texts = [path for kind in ("py", "yaml", "md") for path in tracked_files(f"*.{kind}")]
     tests = ROOT / "tests"
     words = Counter()

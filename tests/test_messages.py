@@ -1,4 +1,4 @@
-"""Messages of the package, as its syntax trees hold them: they name arguments of Python, and no key of a recipe."""
+"""Messages in the source of the package: they name Python arguments and never keys of a recipe."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ CHOICE_OF_GROUP = r"\bcallbacks=[a-z_]+\b"
 
 
 def keys_of_files() -> set[str]:
-    """Dotted keys of two words, `group.argument`, in the files of conf."""
+    """Return the dotted keys with two words, `group.argument`, in the files of `conf`."""
     keys = set()
     for path in tracked_files("conf/*.yaml"):
         if path.parent.parent != ROOT / "conf":
@@ -44,7 +44,7 @@ KEY = re.compile(
 
 
 def text_of(node: ast.AST) -> str | None:
-    """The text of a literal, with `x` for each value that is filled in."""
+    """Return the text of a literal, with `x` for each interpolated value."""
     if isinstance(node, ast.JoinedStr):
         return "".join(
             str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values
@@ -55,7 +55,7 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of every literal of several words that is no docstring."""
+    """Yield line and text of every literal that has several words and is not a docstring."""
     skipped = set()
     for node in ast.walk(tree):
         for statement in (
@@ -99,8 +99,8 @@ def test_a_message_with_an_argument_or_an_attribute_of_python_is_none(message):
 
 
 def test_no_message_of_the_package_names_a_key_of_a_recipe():
-    """The package is called from Python. `recipes.cli.key_note` adds the keys where a recipe raised the error."""
-    # The console, and settings that `simulate` and `tune` propose: who reads them types keys.
+    """Users call the package from Python. `recipes.cli.key_note` adds the keys if a recipe raised the error."""
+    # The console, and settings that `simulate` and `tune` propose, address users who type keys.
     skipped = {
         ROOT / "lightning_hybrid" / "__main__.py",
         *tracked_files("lightning_hybrid/planning/report/*.py"),

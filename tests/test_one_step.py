@@ -1,6 +1,7 @@
-"""One training step on two ranks, station by station as in the docstring of ``strategy.py``, against float64 by hand.
+"""One training step on two ranks, checked stage by stage against a float64 computation by hand.
 
-The model is one fp16 matrix under a squared loss, so that every number of the step can be written down:
+The stages are those in the docstring of ``strategy.py``. The model is one fp16 matrix under a squared loss, so every
+number of the step can be written down:
 
     loss = mean over the rank's batch of  |W x|^2 / 2          dW = mean of (W x) x^T          W: 3 x 8
 """
@@ -162,7 +163,7 @@ def test_9b_lars_steps_the_fp32_weight_which_started_exact(step):
         exact = paper(rank["initial"].double(), [rank["unscaled"].double()], [LR], **options)
         moved = rank["master"].double() - rank["initial"].double()
         should = exact - rank["initial"].double()
-        # fp32 weights of size 1 move by 1e-2: 2**-24 / 1e-2, and margin
+        # fp32 weights of size 1 move by 1e-2, so the relative error is 2**-24 / 1e-2 plus a margin
         assert (moved - should).norm() / should.norm() < 1e-4
         assert relative(rank["master"], exact) < 1e-6
 

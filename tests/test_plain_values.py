@@ -1,4 +1,4 @@
-"""Values as configuration tools hand them over: lists of Hydra's, and numbers as text."""
+"""Values from configuration tools, such as Hydra's lists and numbers as text."""
 
 import math
 
@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 PACKAGE = "lightning_hybrid"
 
-# The class, its arguments as text and lists, and attributes of the object that then are plain numbers and tuples.
+# Class, arguments as text and lists, and the resulting attributes, which are plain numbers and tuples.
 CASES = [
     ("Comm", {"bucket_bytes": "1048576"}, {"bucket_bytes": 1048576}),
     (

@@ -1,4 +1,4 @@
-"""The check of density and of docstrings that `.ci/quick` runs."""
+"""Check of code density and docstrings that `.ci/quick` runs."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ def check() -> ModuleType:
         "readability_check", ROOT / ".ci" / "readability.py"
     )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]

@@ -1,6 +1,6 @@
-"""Pages: links, anchors and files that are there, Python that compiles, and user code that trains as it stands.
+"""Documentation pages: links, anchors and files exist, Python blocks compile, and examples train unchanged.
 
-Addresses on the web are not opened. What the commands in them take: `tests/recipes/test_readme_commands.py`.
+Web addresses are not opened. `tests/recipes/test_readme_commands.py` checks the options of the commands on the pages.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 
 
 def prose(text: str) -> str:
-    """Return the text without blocks of code and without code in a line."""
+    """Return the text without code blocks and inline code."""
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
 
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Return what GitHub makes of a page's headings: lower case, hyphens for spaces, `-1` at the second of a name."""
+    """Return GitHub's anchors of a page's headings: lower case, hyphens for spaces, `-1` for the second of a name."""
     names = []
     for heading in re.findall(r"^#+ +(.+?) *#*$", FENCE.sub("", page.read_text()), re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -67,7 +67,7 @@ def is_broken(page: Path, link: str) -> bool:
 
 
 def absent_sources(page: Path) -> list[str]:
-    """Return files (`folder/name.py`) that a page names and that are not there. A dated record may name such."""
+    """Return missing files (`folder/name.py`) that a page names. Dated records may name files that were removed."""
     if re.match(r"\d{4}-", page.parent.name) or page.name == "CHANGELOG.md":
         return []
     named = re.findall(r"`(\w+/[\w/]+\.py)`", FENCE.sub("", page.read_text()))
@@ -176,7 +176,7 @@ def train_two_steps(source, folder):
         contextlib.chdir(folder),
         warnings.catch_warnings(),
     ):
-        # the page says so
+        # The page mentions this warning.
         warnings.filterwarnings("ignore", message="Found . module.s. in eval mode")
         exec(compile(source, "page", "exec"), names)
     return seen
@@ -191,5 +191,5 @@ def test_the_code_of_a_page_runs_on_two_ranks_as_it_stands(page, two_ranks, tmp_
     rank_0, rank_1 = two_ranks.run(train_two_steps, source, str(tmp_path))
     for (weights_0, _), (weights_1, _) in zip(rank_0, rank_1, strict=True):
         assert toy.same_bits(weights_0, weights_1)
-    # only a tutorial calls `fit`
+    # Only the tutorials call `fit`.
     assert [num_steps for _, num_steps in rank_0] == [2] * ("tutorials" in str(page))

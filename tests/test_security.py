@@ -1,6 +1,7 @@
-"""Security of source, loaded files and written files: injected code, and the tracker's key.
+"""Security of the source and of loaded and written files: code injection, and leaks of the tracker's key.
 
-What listens: `strategy/test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
+`strategy/test_rendezvous.py` tests listening sockets. `recipes/cli/test_hydra_callbacks.py` tests a key in the
+configuration.
 """
 
 import ast
@@ -22,7 +23,7 @@ SOURCES = [*tracked_files("lightning_hybrid/*.py"), *tracked_files("recipes/*.py
 
 
 def test_no_file_that_is_loaded_can_bring_code():
-    """Pickle, eval, shells and clocks that differ between hosts are ruff's to refuse: see pyproject.toml."""
+    """Loading a file never runs code. Ruff forbids pickle, eval, shells and unsafe clocks (see pyproject.toml)."""
     for path in SOURCES:
         text = path.read_text()
         assert not re.search(r"weights_only: [^=]*= False|allow_pickle=True", text), path
@@ -32,13 +33,13 @@ def test_no_file_that_is_loaded_can_bring_code():
         for call in ast.walk(ast.parse(text)):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
                 arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-                # the caller's, as its default above
+                # The caller decides, with a default that is checked above.
                 assert arguments["weights_only"] in ("True", "weights_only"), path
 
 
 @pytest.fixture
 def answers(tmp_path):
-    """Return the path of a planted library whose function writes 2, and a function that loads one that writes 1."""
+    """Return the path of a planted library that writes 2, and a function that loads a library that writes 1."""
     compiler = cpp_library.find_compiler()
     flags = ("-shared", "-fPIC")
     folder = tmp_path / "cache"
@@ -62,7 +63,7 @@ def answers(tmp_path):
 
 
 def test_a_library_in_the_users_own_cache_is_loaded(answers):
-    """The tests below rely on it: they meet the planted library."""
+    """The planted library is loaded if its folder is safe, which the following tests rely on."""
     assert answers[1]() == 2
 
 
@@ -112,7 +113,7 @@ KEY = "feedc0ffee" * 5
 
 
 def tracked_in_sight(run_dir, *overrides):
-    """Run offline with checkpoints, a report and a key in the environment. Its output goes to `output.txt`."""
+    """Run offline with checkpoints, a report and a key in the environment. Write the output to `output.txt`."""
     from tests.recipes.training.test_tracking import tracked
 
     kept = {number: os.dup(number) for number in (1, 2)}

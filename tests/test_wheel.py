@@ -1,6 +1,6 @@
-"""The wheel: what is in it, and its commands in an empty folder, installed where no checkout is.
+"""Contents of the wheel, and its commands in an empty folder without a checkout.
 
-What it depends on comes from this environment, so that nothing is downloaded.
+The dependencies come from this environment, so that nothing is downloaded.
 """
 
 import json
@@ -66,7 +66,8 @@ def installed(tmp_path_factory):
     [wheel] = base.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(base / "env")], check=True)
     [packages] = (base / "env").glob("lib/python*/site-packages")
-    # A folder that a .pth file names is searched, but its own .pth files, an editable checkout's, are not read.
+    # Python searches a folder that a .pth file names, but ignores .pth files in it, such as that of an editable
+    # install.
     here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "others.pth").write_text("\n".join(here))
     install = [
@@ -154,7 +155,7 @@ def test_train_as_a_module_under_torchrun(installed):
     ]
     installed.run(*torchrun, "train", *SHORT, "logger=csv", "hydra.run.dir=module")
     assert (installed.folder / "module" / "csv" / "metrics.csv").exists()
-    wrong = installed.run(*torchrun, "train", "optm.lr=3", code=1)  # torchrun's own code
+    wrong = installed.run(*torchrun, "train", "optm.lr=3", code=1)  # the exit code of torchrun
     assert wrong.count("Did you mean optim.lr=3?") == 1
 
 

@@ -34,7 +34,7 @@ class Blobs(Dataset):
 
 
 class Net(nn.Sequential):
-    """Convolution, batch and layer normalisation and linear layers: every kind of parameter that is treated apart."""
+    """Network of convolution, batch norm, layer norm and linear layers, which covers each special kind of parameter."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class Net(nn.Sequential):
 
 
 class Toy(pl.LightningModule):
-    """A classifier of blobs that remembers its losses."""
+    """Classifier of blobs that records its losses."""
 
     def __init__(self, seed: int = 0, lr: float = 0.1, optimizer: str = "SGD") -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def loader(num_samples: int = 64, batch_size: int = 8) -> DataLoader:
 
 
 def trainer(**settings: Any) -> pl.Trainer:
-    """A quiet CPU trainer over the ranks of the default process group (one process where there is none)."""
+    """Return a quiet CPU trainer over the ranks of the default process group, or over one process without a group."""
     quiet = {
         "accelerator": "cpu",
         "devices": dist.get_world_size() if dist.is_initialized() else 1,
@@ -121,7 +121,7 @@ def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def error_of(fn: Any, *args: Any, **kwargs: Any) -> str:
-    """``type: message`` of what ``fn`` raises. Empty if it does not. Keeps the ranks of a pool alive."""
+    """Return ``type: message`` of the error that ``fn`` raises, or an empty string. Ranks of a pool stay alive."""
     try:
         fn(*args, **kwargs)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A machine without some packages: their import fails, in a program and in all programs that it starts."""
+"""Simulation of a machine without some packages. Their import fails in a program and in all its child processes."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ OPTIONAL = ("hydra", "omegaconf", "wandb", "simplejpeg")
 
 
 class FinderWithout:
-    """Another finder of modules that does not find some packages: `find_spec` returns None, and an import fails."""
+    """Finder of modules that hides some packages: `find_spec` returns None for them, so their import fails."""
 
     def __init__(self, finder: Any, names: Sequence[str]) -> None:
         self.finder = finder
@@ -29,7 +29,7 @@ class FinderWithout:
 
 
 def block(names: Sequence[str] = OPTIONAL) -> None:
-    """From now on their import fails, as where they were never installed."""
+    """Make the import of these packages fail from now on, as if they were not installed."""
     sys.meta_path[:] = [FinderWithout(finder, names) for finder in sys.meta_path]
 
 
@@ -38,5 +38,5 @@ def environment_without(folder: Path, names: Sequence[str] = OPTIONAL) -> dict[s
     (folder / "sitecustomize.py").write_text(
         f"from tests.without import block\n\nblock({sorted(names)!r})\n"
     )
-    # pytest's plugins of these packages would not be there either
+    # Without autoload, because pytest plugins of the hidden packages could not be imported either.
     return os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -67,9 +67,8 @@ class ModuleContents:
                 contents.modules.append(value)
                 depth = 0
             for neighbour in reversed(_neighbours(value, depth)):
-                is_empty = (
-                    type(neighbour) in (dict, OrderedDict) and not neighbour
-                )  # this covers most attributes of modules
+                # This covers most attributes of modules.
+                is_empty = type(neighbour) in (dict, OrderedDict) and not neighbour
                 if not is_empty and type(neighbour) not in _LEAF_TYPES:
                     stack.append((neighbour, depth + 1))
         return contents

@@ -70,9 +70,8 @@ class BufferCopy:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [
-            submodule._buffers for submodule in module.modules() if submodule._buffers
-        ]  # stored, because a search through all submodules takes long
+        # Stored, because a search through all submodules takes long.
+        self._owners = [submodule._buffers for submodule in module.modules() if submodule._buffers]
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)

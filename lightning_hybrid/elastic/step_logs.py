@@ -61,13 +61,13 @@ class EpochLogs:
         self._warned_of: set[str] = set()  # metrics that are not summed over hosts
         self._trainer = module.trainer
         self._is_first = is_first
+        # Epoch, and the values of the epoch that were received from another host.
         self._unseen: tuple[int, dict[str, Any]] = (
             -1,
             {},
-        )  # epoch, and the values of the epoch that were received from another host
-        self._at_end: list[
-            dict[str, Any]
-        ] = []  # values at the end of an epoch, kept until the next epoch's first step is complete
+        )
+        # Values at the end of an epoch, kept until the next epoch's first step is complete.
+        self._at_end: list[dict[str, Any]] = []
 
     def step(self) -> StepLogs:
         """Create a snapshot of the logged values at the beginning of a step."""
@@ -296,6 +296,5 @@ def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any
 
 
 def _copy(state: Any) -> Any:
-    return (
-        state.clone() if isinstance(state, Tensor) else list(state)
-    )  # a list to which the metric appends
+    # A list to which the metric appends.
+    return state.clone() if isinstance(state, Tensor) else list(state)

@@ -80,9 +80,8 @@ class _BlockRun:
     def __init__(self, block: nn.Module, *, is_first: bool) -> None:
         self._block = block
         self._is_first = is_first
-        self._saved_bytes: dict[
-            int, int
-        ] = {}  # bytes of each storage that autograd saved, by address
+        # Bytes of each storage that autograd saved, by address.
+        self._saved_bytes: dict[int, int] = {}
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor | tuple[Tensor, ...]]:
         """Run a forward and a backward pass, and return the time in seconds and the outputs."""

@@ -51,9 +51,8 @@ def _be_host(
     backend: str, meet: str, is_lost: bool, request: CheckRequest, rank: int, num_ranks: int
 ) -> Details:
     alone = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    alone |= {
-        "MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank
-    }  # each host is launched separately
+    # Each host is launched separately.
+    alone |= {"MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank}
     os.environ |= {name: str(value) for name, value in alone.items()}
     if backend == "nccl":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(

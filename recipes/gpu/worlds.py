@@ -87,9 +87,8 @@ def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str,
         if is_other_class:
             raise NotHere("needs two GPUs, or two MIG instances")
         return "gloo", 4, 1
-    num_ranks = min(
-        8, 1 << request.num_gpus.bit_length() - 1
-    )  # Adasum needs a power of two of nodes
+    # Adasum needs a power of two of nodes.
+    num_ranks = min(8, 1 << request.num_gpus.bit_length() - 1)
     return "nccl", num_ranks, num_ranks
 
 

@@ -98,9 +98,8 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
         # Memory-mapped, so that only the small callback state is read. `weights_only`, so that no code is executed.
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
         state: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
-    except (
-        Exception
-    ) as error:  # torch may raise RuntimeError, UnpicklingError, EOFError or KeyError
+    except Exception as error:
+        # torch may raise RuntimeError, UnpicklingError, EOFError or KeyError.
         if "weights_only" in str(error):
             # The file is complete, but it contains objects of the user's own classes.
             rank_zero_warn(

@@ -1,9 +1,10 @@
 """Runner of one case of the batteries under Lightning's `ddp` and under `hybrid_allreduce`.
 
-A row of `ordinary` is a LightningModule with data, written as users write theirs. `Row` is the plainest of them; a row
-says what it does otherwise, in a line of its table or in a class. It is trained, and `judge.judge` compares what is
-left. A behaviour of `as_ddp` is a function of a `Run` that returns what it has seen, which must be equal once
-`judge.plain` has made it comparable.
+A row of `ordinary` is a LightningModule with data, as users write them. `Row` is the simplest one. Other rows state
+their differences in a line of a table or in a class. A row is trained, and `judge.judge` compares the results.
+
+A behaviour of `as_ddp` is a function of a `Run` that returns its observations. They must be equal after `judge.plain`
+has made them comparable.
 """
 
 import dataclasses
@@ -52,19 +53,19 @@ ROUNDINGS = 8
 each of two layers. What is lost in silence (a gradient, a batch, a buffer) costs hundreds in fp16."""
 
 
-# all runs in ranks of the pool
+# Everything runs in ranks of the pool.
 num_ranks = dist.get_world_size
 barrier = dist.barrier
 
 
 def leave() -> None:
-    """Leave the world after an error, so that ranks that wait in a collective get an error too."""
+    """Leave the process group after an error, so that ranks that wait in a collective also get an error."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def on_ranks(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
-    """Return the result of `function` on each rank. A hang or a death is a result too."""
+    """Return the result of `function` on each rank. A hang or a death also gives a result."""
     try:
         return ranks.run(function, *arguments)
     except RankError as error:
@@ -72,35 +73,36 @@ def on_ranks(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
 
 
 def samples() -> toy.Blobs:
-    """Return 32 samples for each rank: as many steps on one as on two."""
+    """Return 32 samples for each rank, so that the number of steps does not depend on the number of ranks."""
     return toy.Blobs(32 * num_ranks())
 
 
 class Row(pl.LightningModule):
-    """Small classifier of blobs, from which rows differ in a few attributes or methods."""
+    """Small classifier of blobs. Rows override a few attributes or methods of it."""
 
     epochs = 3
     lr = 0.1
-    settings: dict[str, Any] = {}  # of the Trainer, where `ddp` is given them too
+    settings: dict[str, Any] = {}  # of the Trainer, also under `ddp`
     find_unused = False  # DDP's `find_unused_parameters`
-    ignored_warnings: tuple[str, ...] = ()  # that `ddp` gives as well
+    ignored_warnings: tuple[str, ...] = ()  # warnings that also occur under `ddp`
     worlds: tuple[int, ...] = (1, 2)
-    # the loss under `ddp`, from the mean of its first three to that of its last three
+    # Bound under `ddp` on the ratio between the mean of the last three losses and the mean of the first three.
     falls_to = 0.7
     roundings = ROUNDINGS
-    refused: dict[str, str] = {}  # precision -> words of the error with which it is refused
-    different: dict[str, str] = {}  # precision -> words of what is, on purpose, not as under `ddp`
+    refused: dict[str, str] = {}  # precision -> text of the expected error
+    different: dict[str, str] = {}  # precision -> description of a deliberate difference from `ddp`
     parts: dict[str, Callable[[], Any]] = {
         "net": lambda: nn.Sequential(
             nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES)
         )
     }
-    adds: dict[str, Callable[[], Any]] = {}  # beside `parts`; a plain tensor becomes a buffer
+    # in addition to `parts`; a plain tensor becomes a buffer
+    adds: dict[str, Callable[[], Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
-        # must be as under `ddp` in every precision, to the bit
+        # Facts must equal those under `ddp` in every precision, bit for bit.
         self.facts: dict[str, Any] = {}
         self.build()
 
@@ -133,11 +135,11 @@ class Row(pl.LightningModule):
         return DataLoader(samples(), batch_size=8)
 
     def after_fit(self) -> None:
-        """Look at what is left when the fit has ended."""
+        """Record facts after the end of the fit."""
 
 
 class Manual(Row):
-    """A loop by hand, with one backward and one step in each batch."""
+    """Manual loop with one backward pass and one step in each batch."""
 
     automatic_optimization = False
 
@@ -149,13 +151,13 @@ class Manual(Row):
 
 
 def row(base: type[Row] = Row, **special: Any) -> type[Row]:
-    """Make a row from its special attributes, and methods as functions of `self`."""
+    """Make a row from special attributes, and from methods given as functions of `self`."""
     return type("Special", (base,), special)
 
 
 @functools.cache
 def rows() -> dict[str, type[Row]]:
-    """All rows by name, such as `models.Plain`."""
+    """Return all rows by name, such as `models.Plain`."""
     all_rows = {}
     for table in ORDINARY:
         module = importlib.import_module(f"tests.battery.ordinary.{table}")
@@ -170,7 +172,7 @@ def rows() -> dict[str, type[Row]]:
 
 
 def train(name: str, strategy: str, precision: str) -> judge.Result:
-    """Train a row on this rank. An error is part of the result, so that the ranks of the pool survive."""
+    """Train a row on this rank. An error becomes part of the result, so that the ranks of the pool survive."""
     kind = rows()[name]
     result = judge.Result()
     ignored = list(kind.ignored_warnings)
@@ -204,7 +206,7 @@ def train(name: str, strategy: str, precision: str) -> judge.Result:
 
 
 def strategy_of(name: str, precision: str, find_unused: bool) -> Strategy:
-    """Make Lightning's strategy or ours, with defaults and the first loss scale of `FIRST_SCALE`."""
+    """Make Lightning's strategy or ours with defaults, and with the initial loss scale `FIRST_SCALE`."""
     if name == "ddp":
         return DDPStrategy(find_unused_parameters=find_unused)
     scale = DynamicLossScale(FIRST_SCALE) if precision == "16-true" else None
@@ -220,7 +222,7 @@ class Run:
     folder: Path
 
     def trainer(self, **settings: Any) -> pl.Trainer:
-        """Make a trainer as `toy.trainer`, which writes below `folder`."""
+        """Make a trainer like `toy.trainer` that writes below `folder`."""
         defaults = {
             "strategy": self.strategy,
             "precision": self.precision,
@@ -238,7 +240,7 @@ class Run:
         start: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Any:
-        """Fit `module` and return trainer and module. `start`: arguments of `Trainer.fit`."""
+        """Fit `module` and return trainer and module. `start` holds arguments of `Trainer.fit`."""
         trainer = self.trainer(**settings)
         module = module or Plain()
         trainer.fit(module, *(loaders or (loader(),)), **(start or {}))
@@ -259,7 +261,7 @@ class Run:
 
 
 class Plain(pl.LightningModule):
-    """A linear classifier that logs in each of its steps, and keeps what a behaviour puts into `seen`."""
+    """Linear classifier that logs in each of its steps, and keeps what a behaviour stores in `seen`."""
 
     def __init__(self, lr: float = 0.1, tag: str = "a") -> None:
         super().__init__()
@@ -295,12 +297,12 @@ class Plain(pl.LightningModule):
 
 
 def plain_with(**hooks: Any) -> Plain:
-    """A `Plain` with these methods."""
+    """Return a `Plain` with these methods."""
     return type("Special", (Plain,), hooks)()
 
 
 def loader(num_batches: int = 4) -> DataLoader:
-    """Make a loader of as many batches on every rank."""
+    """Make a loader with this number of batches on every rank."""
     return toy.loader(num_batches * 4 * num_ranks(), batch_size=4)
 
 
@@ -310,7 +312,7 @@ ON_ONE_RANK: set[str] = set()
 
 
 def behaviour(function: Any = None, *, name: str = "", on_one_rank: bool = False) -> Any:
-    """Register a function of a `Run` as a behaviour, by its name."""
+    """Register a function of a `Run` as a behaviour under its name."""
     if function is None:
         return functools.partial(behaviour, name=name, on_one_rank=on_one_rank)
     name = name or function.__name__
@@ -328,7 +330,7 @@ def behaviours() -> dict[str, Callable[[Run], Any]]:
 
 
 def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
-    """Return the observations of a behaviour on this rank, in a comparable form, errors included."""
+    """Return the observations of a behaviour on this rank in a comparable form, including errors."""
     run = Run(strategy=strategy, precision=precision, folder=Path(folder) / strategy)
     os.makedirs(run.folder, exist_ok=True)
     barrier()
@@ -337,7 +339,7 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
     np.random.seed(3)
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    # of what Lightning said before
+    # Lightning shows some warnings only once per process. This makes it show them again.
     unheard = mock.patch.object(WarningCache, "__contains__", return_value=False)
     with unheard, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -351,7 +353,7 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
     comparable = functools.partial(judge.plain, folder=run.folder, is_exact=precision == "32-true")
     messages = set()
     for warning in caught:
-        # Those of torch and Python come once in a process, or when the collector runs.
+        # Warnings of torch and Python appear once per process, or when the collector runs.
         if issubclass(warning.category, UserWarning) and "lightning" in warning.filename:
             messages.add(comparable(f"{warning.category.__name__}: {warning.message}"))
     return {"seen": comparable(seen), "warnings": sorted(messages)}

@@ -1,4 +1,4 @@
-"""Judgement of a run under `hybrid_allreduce` by the same run under `ddp`."""
+"""Comparison of a run under `hybrid_allreduce` with the same run under `ddp`."""
 
 import dataclasses
 import enum
@@ -40,7 +40,7 @@ class Result:
 def judge(
     kind: Any, precision: str, reference: list[Result], ours: list[Result]
 ) -> tuple[str, list[str]]:
-    """Return the verdict on a row (bit-equal, close, refused, deliberately different, fails) and the reason."""
+    """Return the verdict on a row (bit-equal, close, refused, deliberately different, fails) and the reasons."""
     refused = kind.refused.get(precision)
     different = kind.different.get(precision)
     if refused is not None:
@@ -83,7 +83,7 @@ def fault_of_reference(kind: Any, reference: list[Result]) -> str:
 
 
 def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
-    """Return the names of values that differ in a bit from `ddp`."""
+    """Return the names of values that differ from `ddp` in any bit."""
     results = []
     for rank, (first, second) in enumerate(zip(reference, ours, strict=True)):
         if second.error:
@@ -104,14 +104,14 @@ def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
 def what_is_not_close(
     kind: Any, precision: str, reference: list[Result], ours: list[Result]
 ) -> list[str]:
-    """Return the values that rounding does not explain, that have another dtype, or that differ between ranks."""
+    """Return the values with differences beyond rounding, with another dtype, or that differ between ranks."""
     results = []
     allowed = kind.roundings * UNIT[precision]
     for rank, (first, second) in enumerate(zip(reference, ours, strict=True)):
         if second.error:
             return errors_of(ours)
         bound = allowed * max(map(abs, first.losses))
-        if not (gap := gap_of(first, second)) <= bound:  # also where it is nan
+        if not (gap := gap_of(first, second)) <= bound:  # also true for nan
             results.append(
                 f"rank {rank}: gap {gap:.3g} > {bound:.3g}: {shown(second.losses)} for {shown(first.losses)}"
             )
@@ -125,7 +125,7 @@ def what_is_not_close(
         if dtypes:
             results.append(f"rank {rank}: {dtypes}")
         comparable = first.start.keys() & first.state.keys()
-        # all trained tensors together, and each other one alone
+        # All trained tensors together, and each other tensor separately.
         tensor_groups = [[name for name in first.trained if name in comparable]]
         for name in comparable - set(first.trained):
             if has_digits(first.state[name]):
@@ -149,7 +149,7 @@ def what_is_not_close(
 
 
 def errors_of(results: list[Result]) -> list[str]:
-    """Return each error once. Those of ranks that only lost the connection come last."""
+    """Return each error once. Errors of ranks that only lost the connection come last."""
     errors = dict.fromkeys(result.error for result in results if result.error)
     return sorted(errors, key=lambda error: "onnection closed" in error)
 
@@ -163,7 +163,7 @@ def ranks_differ(results: list[Result], name: str) -> bool:
 
 
 def gap_of(expected: Result, result: Result) -> float:
-    """Return the largest distance of two loss curves. Inf if their lengths differ or a loss is not finite."""
+    """Return the largest distance of two loss curves, or inf if their lengths differ or a loss is not finite."""
     if len(expected.losses) != len(result.losses) or not all(map(math.isfinite, result.losses)):
         return math.inf
     pairs = zip(expected.losses, result.losses, strict=True)
@@ -171,7 +171,7 @@ def gap_of(expected: Result, result: Result) -> float:
 
 
 def facts_that_differ(rank: int, reference: Result, result: Result) -> list[str]:
-    """Return a line for each fact that is not that of the reference."""
+    """Return a line for each fact that differs from the reference."""
     lines = []
     for key in sorted(reference.facts.keys() | result.facts.keys()):
         ours = result.facts.get(key)
@@ -182,7 +182,7 @@ def facts_that_differ(rank: int, reference: Result, result: Result) -> list[str]
 
 
 def way_between(start: dict[str, Tensor], end: dict[str, Tensor], names: list[str]) -> float:
-    """Return the distance between two states, over these tensors."""
+    """Return the distance between two states over these tensors."""
     squares = 0.0
     for name in names:
         if start[name].shape == end[name].shape:
@@ -215,7 +215,7 @@ def shown(losses: list[float]) -> str:
 def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
     """Make an observation comparable between processes and strategies: objects by type, tensors by dtype and value.
 
-    Without `is_exact` numbers that are computed in the precision are left out, and the width of floating dtypes.
+    Without `is_exact`, values that depend on the precision and the width of floating dtypes are omitted.
     """
     again = functools.partial(plain, folder=folder, is_exact=is_exact)
     if isinstance(value, Tensor):

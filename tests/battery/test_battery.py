@@ -1,4 +1,4 @@
-"""User code that trains under `ddp` trains the same here, with the same guarantees."""
+"""User code that trains under `ddp` trains the same under our strategy, with the same guarantees."""
 
 import functools
 import itertools
@@ -71,7 +71,7 @@ BEHAVIOURS = list(case.behaviours())
 
 
 def observations():
-    """Yield each behaviour on one and two ranks. In bf16 on one: what two add is what it adds in fp16."""
+    """Yield each behaviour on one and two ranks. bf16 runs on one rank only, as two ranks add nothing beyond fp16."""
     for world, precision, name in itertools.product((1, 2), PRECISIONS, BEHAVIOURS):
         if world == 2 and (precision == "bf16-true" or name in case.ON_ONE_RANK):
             continue
@@ -79,7 +79,7 @@ def observations():
 
 
 def differences_from_ddp(rank_pool, folder, name, world, precision):
-    """Return what differs in a behaviour, or None if `ddp` cannot do it in this precision."""
+    """Return the differences of a behaviour, or None if `ddp` does not support it in this precision."""
     ranks = rank_pool.ranks(world)
     under_ddp = ranks.run(case.observe, name, "ddp", precision, str(folder))
     under_ours = ranks.run(case.observe, name, "hybrid_allreduce", precision, str(folder))
@@ -122,4 +122,4 @@ def test_the_batteries_are_whole():
     assert f" {len(BEHAVIOURS)} behaviours of " in README.read_text()
 
 
-# ---- that it can fail ------------------------------------------------------------------------------------------------
+# ---- tests that the battery can fail ---------------------------------------------------------------------------------

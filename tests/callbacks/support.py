@@ -1,4 +1,4 @@
-"""Short fit on a simulated clock, with a logger that keeps its rows, and a strategy with fixed counters."""
+"""Short fit on a simulated clock, with a logger that keeps its rows and a strategy with fixed counters."""
 
 import dataclasses
 import time
@@ -47,9 +47,9 @@ def fit(
     metrics=None,
     **settings,
 ):
-    """Fit two epochs with `TrainingMetrics`. With two ranks each has four steps of 2 * 8 images.
+    """Fit two epochs with `TrainingMetrics`. With two ranks, each epoch has four steps of 2 * 8 images.
 
-    `callbacks`: further callbacks, or functions that make them. `metrics`: options of `TrainingMetrics`.
+    `callbacks` are further callbacks, or functions that create them. `metrics` are options of `TrainingMetrics`.
     """
     logger = Keeps()
     module = build(module)
@@ -64,7 +64,7 @@ def fit(
         module_with_clock.perf_counter = lambda: Module.now_s
     try:
         trainer.fit(module, train, val, ckpt_path=ckpt_path)
-    finally:  # the process serves other tests after this one
+    finally:  # the process runs other tests after this one
         for module_with_clock in modules_with_clock:
             module_with_clock.perf_counter = time.perf_counter
     return logger, module, trainer

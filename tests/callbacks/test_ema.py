@@ -1,4 +1,4 @@
-"""The moving average: of the weights, exact in fp32, through validation, a resumption and the end of training."""
+"""Moving average of the weights, exact in fp32, through validation, a resumed run and the end of training."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def tensors_of(module):
 
 
 class ByHand(pl.Callback):
-    """Average of the weights after every step, in fp32 and in torch's own order of operations."""
+    """Average of the weights after every step, in fp32 and in torch's order of operations."""
 
     def __init__(self):
         self.average = None
@@ -51,7 +51,7 @@ def averaged(precision):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_the_average_is_that_of_the_fp32_weights_to_the_bit(two_ranks, precision):
-    """Statistics are those of rank zero on every rank: DDP sends them while the module holds the average."""
+    """All ranks have rank zero's statistics, because DDP broadcasts them while the module holds the average."""
     results = two_ranks.run(averaged, precision)
     average_of_rank_0, _, _ = results[0]
     statistics = average_of_rank_0[NUM_PARAMETERS:]
@@ -72,7 +72,10 @@ def test_losses_are_the_same_with_and_without_the_average(two_ranks):
 
 
 def test_a_resumed_run_averages_on_to_the_bit(two_ranks, tmp_path):
-    """Saved after four of eight steps. The checkpoint's weights are the average, in fp32, and rank zero's."""
+    """A run saved after four of eight steps resumes exactly.
+
+    The checkpoint's weights are the fp32 average, and its running statistics those of rank zero.
+    """
     rank_0, _ = two_ranks.run(whole_and_resumed, str(tmp_path))
     whole, resumed, saved, by_hand = rank_0
     assert toy.same_bits(whole, resumed)
@@ -103,7 +106,7 @@ def test_a_decay_outside_its_range_is_refused():
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
-    """On "meta", which like a GPU takes no part in an operation of the CPU's, but copies."""
+    """Like a GPU, the device "meta" allows copies from the CPU but no operations with CPU tensors."""
     module = toy.Toy().to("meta")
     meta = torch.device("meta")
     trainer = toy.trainer(precision=precision)
@@ -116,7 +119,7 @@ def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
     ema.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=meta)), module, "fit")
     for _ in range(2):
         ema._average_model.update_parameters(module)
-    assert int(ema._average_model.n_averaged) == 2  # on the host, where nobody waits for it
+    assert int(ema._average_model.n_averaged) == 2  # on the host, so no one waits for the device
     ema._swap_models(module)
     assert {tensor.device for tensor in tensors_of(module)} == {meta}
     ema._swap_models(module)

@@ -1,4 +1,4 @@
-"""Report of values that fp16 cannot hold, with remedies, and its absence of effects on the run."""
+"""Report of values that fp16 cannot represent, with remedies, and without an effect on the run."""
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +11,7 @@ from tests.scenes import same
 
 
 class Known(pl.LightningModule):
-    """Layers of 4: weights of 1e-9, an output of 1e5, a normalisation. Gradients that need a loss scale."""
+    """Layers of size 4: weights of 1e-9, an output of 1e5, a normalisation, and gradients that need a loss scale."""
 
     def __init__(self, factor=1e-7):
         super().__init__()
@@ -85,7 +85,7 @@ def test_edges_are_those_of_fp16():
     assert weight.below_subnormal == pytest.approx(1 / 7)
     assert weight.below_normal == pytest.approx(3 / 7)
     assert weight.above == pytest.approx(2 / 7)
-    half = torch.tensor(edges).half()  # what fp16 makes of them
+    half = torch.tensor(edges).half()  # the values rounded to fp16
     assert (half == 0).sum() == 2
     assert half.isinf().sum() == 2
 
@@ -107,7 +107,7 @@ def test_module_buffers_gradients_random_numbers_and_metrics_stay():
 
 
 def test_a_fit_with_the_callback_is_the_fit_without_on_every_rank(two_ranks):
-    """Rank by rank: shuffled batches, dropout and BatchNorm as they were, in half precision too."""
+    """Each rank has the same shuffled batches, dropout and BatchNorm as without, also in half precision."""
     plain = scenes.fit(two_ranks, Drops, precision="16-true")
     reported = scenes.fit(two_ranks, Drops, precision="16-true", callbacks=[HalfPrecisionReport])
     for rank in range(2):
@@ -118,7 +118,7 @@ def test_a_fit_with_the_callback_is_the_fit_without_on_every_rank(two_ranks):
 class Drops(toy.Toy):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(3)  # of dropout: the ranks of the pool have drawn before
+        torch.manual_seed(3)  # seeds dropout, because earlier tests drew numbers in the ranks
 
     def training_step(self, batch, batch_idx):
         return super().training_step([nn.functional.dropout(batch[0], 0.1), *batch[1:]], batch_idx)

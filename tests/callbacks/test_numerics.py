@@ -1,4 +1,4 @@
-"""Numbers that go wrong are reported with rank, batch and layer, once. And the state is there for a look."""
+"""Reports of invalid numbers with rank, batch and layer, once each, and with the state saved for inspection."""
 
 import re
 from functools import partial
@@ -35,7 +35,7 @@ def fit(
     every=10,
     **scene,
 ):
-    """Fit with the monitor. Return its error and its warnings, of each rank if `ranks` are given."""
+    """Fit with the monitor, and return its error and its warnings, by rank if `ranks` are given."""
     scene = {
         "log_every_n_steps": every,
         "max_epochs": max_epochs,
@@ -77,7 +77,7 @@ def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_
     saved_by_rank_1 = saved_by(1, tmp_path)
     assert saved_by_rank_0["state_dict"].keys() == toy.Toy().state_dict().keys()
     assert saved_by_rank_0["state_dict"]["net.8.weight"].dtype is torch.float32
-    assert "state_dict" not in saved_by_rank_1  # the same as on rank zero
+    assert "state_dict" not in saved_by_rank_1  # it equals that on rank zero
     assert saved_by_rank_1["batch"][0].shape == (8, toy.NUM_FEATURES)
     assert not torch.equal(saved_by_rank_0["batch"][0], saved_by_rank_1["batch"][0])
     assert saved_by_rank_1["global_step"] == 41
@@ -146,7 +146,7 @@ def test_gradients_that_are_all_zero_are_told_apart_and_those_now_and_then_are_n
     assert warning.startswith(
         "All gradients are zero at 2 consecutive logged steps up to step 20: the model does not learn"
     )
-    pauses = Spoiled(steps=range(3, 99, 4), factor=0.0, rank=None)  # at every second logged step
+    pauses = Spoiled(steps=range(3, 99, 4), factor=0.0, rank=None)  # in every second logged step
     assert fit(pauses, max_epochs=2, every=2, patience=2) == ("", [])
 
 
@@ -175,13 +175,13 @@ def gives_up(*_):
 def test_errors_of_communication_are_left_alone(tmp_path):
     callbacks = [NumericsMonitor(str(tmp_path)), at(on_train_batch_start=gives_up)]
     first_line, *_ = scenes.fit(callbacks=callbacks, raises=True).error.splitlines()
-    # the following lines say where it was raised
+    # The following lines say where it was raised.
     assert first_line == "RuntimeError: comm: rank 1 does not answer"
     assert not list(tmp_path.iterdir())
 
 
 def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
-    """The host would wait for it on CUDA. On a CPU the monitor reads at each step."""
+    """A read would block the host on CUDA. On a CPU the monitor reads in each step."""
     counted = []
     for is_free in (False, True):
         monkeypatch.setattr(
@@ -205,7 +205,7 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
 
 
 class ReadsFromStep1To9(pl.Callback):
-    """Count of reads on the host, by file, from the second step to the ninth, the last before a logged one."""
+    """Counter of host reads by file, from the second step to the ninth, which is the last before a logged one."""
 
     def __init__(self):
         self.host_reads = HostReads()

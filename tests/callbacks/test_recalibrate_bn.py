@@ -1,4 +1,4 @@
-"""BatchNorm's statistics of the present weights: against one pass over all images, on any number of ranks."""
+"""Recalibrated BatchNorm statistics, compared with one pass over all images, on any number of ranks."""
 
 import warnings
 
@@ -83,7 +83,7 @@ def seen_by_validation(accumulate, averages=False):
 
 
 def assert_statistics_are_of_ghost_batches(seen, ghost):
-    """Compare mean and variance of both layers with float64, over ghost batches taken one by one."""
+    """Compare mean and variance of both layers with a float64 pass over individual ghost batches."""
     data = DigitsDataModule(global_batch_size=64, seed=3)
     data.setup("fit")
     data.trainer = toy.trainer(devices=1, accumulate_grad_batches=64 // ghost)
@@ -116,7 +116,7 @@ def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_bat
 ):
     ((seen, _, measured),) = one_rank.run(seen_by_validation, accumulate)
     assert len(seen) == 3
-    for state in seen[1:]:  # the first is of Lightning's sanity check, which costs no pass
+    for state in seen[1:]:  # the first state is from Lightning's sanity check, which needs no pass
         assert_statistics_are_of_ghost_batches(state, ghost)
     assert measured["time/recalibration_s"] > 0
 
@@ -124,12 +124,15 @@ def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_bat
 def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
     ((seen, end, _),) = one_rank.run(seen_by_validation, 1, True)
     assert_statistics_are_of_ghost_batches(seen[-1], 64)
-    # in the end the module has both
+    # At the end the module has both.
     assert same(end, seen[-1])
 
 
 def test_recalibrated_statistics_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
-    """Ghost batches of 16 images each. Weights differ by the order of the ranks' sums, so before the first step."""
+    """Statistics over ghost batches of 16 images agree.
+
+    They are compared before the first step, because afterwards weights differ by the order of the reductions.
+    """
     (alone,) = one_rank.run(untrained, 4)
     for rank, state in enumerate(two_ranks.run(untrained, 2)):
         assert same(alone, state), f"rank {rank}"
@@ -147,7 +150,7 @@ def untrained(accumulate):
 
 
 class FineTuned(toy.Toy):
-    """Dropout, and a first normalisation by statistics of other data, as fine-tuning keeps them."""
+    """Toy with dropout, and with statistics of other data in its first normalisation, as in fine-tuning."""
 
     def __init__(self, freezes=True):
         super().__init__()
@@ -227,7 +230,7 @@ def with_and_without(num_workers, precision, has_generator=True):
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_the_order_of_a_users_loader_and_dropout_are_what_they_are_without(one_rank):
-    """A pass in the middle of an epoch draws from the generators of loader, samplers and process."""
+    """A pass in the middle of an epoch would draw from the generators of loader, samplers and process."""
     assert one_rank.run(with_and_without, 1, "32-true") == [True]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that drift apart, or read in another order, are found, named with their hosts, and only they."""
+"""Detection of ranks that diverge or read in another order. The error names exactly these ranks with their hosts."""
 
 from functools import partial
 
@@ -47,7 +47,7 @@ class Spoils(pl.Callback):
 
 
 def spoiled(ranks, target, precision, every_n_steps, rank=1, step=2):
-    """Return error and step of each rank after `target` was changed on one."""
+    """Return error and step of each rank after `target` was changed on one rank."""
     callbacks = [Spoils(rank, step, target), ReplicaCheck(every_n_steps)]
     results = fit(ranks, max_epochs=1, precision=precision, callbacks=callbacks, raises=True)
     return [(seen.error, seen.global_step) for seen in results]
@@ -56,12 +56,12 @@ def spoiled(ranks, target, precision, every_n_steps, rank=1, step=2):
 @pytest.mark.parametrize(
     ("target", "precision", "named"),
     [
-        # there alone: the gradients of all others are averages
+        # Only there, because the gradients of all other parameters are averages.
         ("weight", "16-true", f": `{LAST}`"),
         ("below_half", "16-true", f": `{LAST}`"),
         ("momentum", "bf16-true", f": `{LAST}`"),
         ("skipped", "16-true", ": number of skipped steps 0"),
-        ("loss_scale", "16-true", ""),  # and with it the gradients' rounding, on both ranks
+        ("loss_scale", "16-true", ""),  # and thereby the rounding of gradients, on both ranks
     ],
 )
 def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
@@ -79,7 +79,7 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
 
 
 def test_the_first_difference_is_named_right_after_the_change(three_ranks):
-    """The momentum that was written, and the weight that it moved. The third rank is in the minority."""
+    """The error lists the momentum that was written and the weight that it moved. The third rank is in the minority."""
     results = spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1)
     summary = "2 of 20 tensors differ, and the last of them is `momentum_buffer` of the optimizer"
     for rank, (error, last_step) in enumerate(results):
@@ -101,7 +101,7 @@ def test_a_sound_run_is_bit_for_bit_what_it_is_without_this_check_and_that_of_nu
 
 
 class Differs(toy.Toy):
-    """Module that changes the checkpoint that it loads, on rank 0 alone."""
+    """Module that changes the checkpoint that it loads, on rank 0 only."""
 
     def __init__(self, changed):
         super().__init__()
@@ -118,7 +118,7 @@ class Differs(toy.Toy):
 def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_weights_all_take_rank_zeros(
     two_ranks, tmp_path
 ):
-    """In fp32: half weights alone, as DDP sends them, would leave each its own lower digits."""
+    """Weights are sent in fp32. Sending half weights, as DDP does, would leave different lower digits on each rank."""
     path = str(tmp_path / "a.ckpt")
     scene = {"precision": "16-true"}
     fit(two_ranks, max_epochs=1, save_to=path, **scene)
@@ -147,12 +147,12 @@ def sizes_of_checks(every_n_steps):
         fit(max_epochs=1, callbacks=[ReplicaCheck(every_n_steps)])
     finally:
         dist.all_reduce = original
-    # Lightning's own have 8 bytes
+    # Lightning's own collectives have 8 bytes.
     return [num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8]
 
 
 def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
-    """32 images of each rank in batches of 8: four steps. A check before them, after every third, and at the end."""
+    """The epoch has four steps of 8 images per rank, with a check before them, after every third, and at the end."""
     for rank, sizes in enumerate(two_ranks.run(sizes_of_checks, 3)):
         assert sizes == [16, 16, 16], f"rank {rank}"
 

@@ -1,4 +1,4 @@
-"""The report of a run, a resumed one included."""
+"""Report of a run, including a resumed one."""
 
 import html
 import json
@@ -110,7 +110,7 @@ def test_the_report_of_an_elastic_run_counts_the_ranks_of_all_hosts(two_ranks, t
 
 
 def test_the_table_says_which_weights_were_tested_and_where_the_best_are(two_ranks, tmp_path):
-    """A checkpoint by another metric than the accuracy is not the best in validation."""
+    """A checkpoint that monitors another metric than the accuracy does not count as the best in validation."""
     lines = two_ranks.run(table_of_the_best, str(tmp_path))[0].splitlines()
     assert lines[:2] == [
         "test accuracy  75.00% of checkpoints/best.ckpt",
@@ -153,7 +153,7 @@ def test_the_page_of_a_run_needs_no_other_file(written):
     assert "optim.lr=0.1" in content
     assert "comm: 2 ranks on 1 node; all-reduce: " in content
     assert "Bucket 1 is waited for longest: 50 ms, mean" in content
-    # of what the first table has for the whole run, no other figure is shown
+    # The page shows no second figure for a metric that the first table has for the whole run.
     logged = json.loads((run_dir / "summary.json").read_text())["metrics"]
     for name in (m.IMAGES_PER_S, m.COMM_EXPOSED_S, m.COMM_EXPOSED_SHARE, m.TRAIN_SKIPPED_STEPS):
         assert name in logged
@@ -171,7 +171,7 @@ def test_the_summary_keeps_best_values_configuration_and_environment(written):
     assert summary["config"] == {"optim": {"lr": 0.1, "note": "<b>"}}
     assert summary["overrides"] == ["optim.lr=0.1"]
     assert summary["environment"]["torch"] == torch.__version__
-    # steps of 0.5 s; four batches of validation of 1000 s each after steps 4 and 8, and before the last point
+    # Steps take 0.5 s. Four validation batches of 1000 s each follow steps 4 and 8, and precede the last point.
     assert curves[m.ELAPSED_S] == [[2, 1.0], [4, 2.0], [6, 4003.0], [8, 4004.0]]
 
 
@@ -186,7 +186,7 @@ def test_a_report_is_written_whatever_was_not_measured_and_not_of_a_dry_run(
     assert "skipped steps  0 of 1\n" in table
     assert table.endswith("not written (fast_dev_run)")
     two_ranks.run(report_of, str(tmp_path), settings)
-    is_measured = settings.get("max_epochs") != 0  # an empty picture is none
+    is_measured = settings.get("max_epochs") != 0  # an empty picture is not written
     assert (tmp_path / "run.png").is_file() is is_measured
     assert (tmp_path / "run.html").read_text().count("<svg") >= is_measured
 
@@ -208,7 +208,7 @@ def test_the_report_of_a_resumed_run_shows_all_of_it_and_the_communication_of_al
     assert without_clocks(curves) == without_clocks(resumed_curves)
     assert communication.num_steps == 8
     assert communication.num_bytes > 0
-    # two nodes of one
+    # Two nodes of one rank.
     assert communication.bytes_across == communication.num_bytes
     assert communication.least_bytes_across == communication.num_bytes
     assert resumed_communication.num_steps == 8
@@ -226,9 +226,9 @@ def without_clocks(curves):
 
 
 def whole_and_resumed(path):
-    """Return curves and communication of a whole and of a resumed run.
+    """Return curves and communication of an uninterrupted and of a resumed run.
 
-    Steps 4, 7 and 8 drain no window for the logger.
+    No window is drained for the logger at steps 4, 7 and 8.
     """
 
     def run(**settings):

@@ -1,4 +1,4 @@
-"""A SLURM job that nears its time limit is saved between two steps and queued again, once, after the disk has it."""
+"""SLURM jobs near their time limit, which are saved between two steps and requeued once the file is on disk."""
 
 import signal
 import time
@@ -27,7 +27,7 @@ echo "$@: $(cd {folder} && ls *.ckpt 2>/dev/null)" >> {folder}/requests
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a `scontrol` that writes down what it is asked, and which checkpoints there are by then."""
+    """Create a folder with a mock `scontrol` that records its requests and the checkpoints that exist by then."""
     return with_scontrol(tmp_path)
 
 
@@ -107,15 +107,15 @@ def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False):
 def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again_once_the_disk_has_its_checkpoint(
     two_ranks, folder
 ):
-    """`scontrol requeue` has SLURM kill the job some seconds later, whatever is being written."""
+    """After `scontrol requeue`, SLURM kills the job some seconds later, even during a write."""
     assert two_ranks.run(in_a_job, str(folder), 1) == [(143, 6), (143, 6)]
-    # and Lightning's own hpc_ckpt_1.ckpt is not there
+    # Lightning's own hpc_ckpt_1.ckpt does not exist.
     assert requests(folder) == ["requeue 17: stopped.ckpt"]
     assert check_whole(folder / "stopped.ckpt")
 
 
 def test_a_job_that_is_told_to_end_is_not_queued_again(one_rank, folder):
-    """`scancel` and preemption send SIGTERM. SLURM itself decides what becomes of the job."""
+    """`scancel` and preemption send SIGTERM, and SLURM itself decides what happens to the job."""
     assert one_rank.run(in_a_job, str(folder), 0, signal.SIGTERM) == [(143, 6)]
     assert check_whole(folder / "stopped.ckpt")
     assert requests(folder) == []
@@ -163,7 +163,7 @@ def test_the_requeue_signal_is_the_one_of_lightnings_environment(environment, ex
 
 
 def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch):
-    """Other ranks go on with the next step: this one may neither leave alone nor forget."""
+    """The other ranks continue with the next step, so this rank may neither stop alone nor forget the signal."""
     callback = StopOnSignal()
     trainer = SimpleNamespace(
         world_size=2,

@@ -1,4 +1,4 @@
-"""A signal to any rank stops all of them after the same step, with a checkpoint from which a run goes on to the bit."""
+"""Stop on a signal: all ranks stop after the same step, with a checkpoint from which a run resumes bit for bit."""
 
 import contextlib
 import logging
@@ -55,12 +55,12 @@ def stopped(folder, rank, where, name="SIGTERM", every_n_steps=1, accumulate=1):
     return code, trainer.global_step, is_as_before, len(module.losses)
 
 
-STOPS = [  # which rank is signalled where, how often all are asked, after which step all stop; 4 steps an epoch
+STOPS = [  # signalled rank, place of the signal, steps between agreements, and last step; 4 steps per epoch
     (1, {"step": 5}, 1, 6),
     (1, {"in_validation": 0}, 1, 0),  # the sanity check
     (1, {"in_validation": 4}, 1, 4),
-    (0, {"step": 11}, 1, 12),  # the last: before a test
-    (1, {"step": 4}, 3, 6),  # asked after steps 0, n, 2 n, ...
+    (0, {"step": 11}, 1, 12),  # the last step, before a test
+    (1, {"step": 4}, 3, 6),  # agreement after steps 0, n, 2 n, ...
     (1, {"step": 4}, 100, 12),  # and at the end of training
 ]
 
@@ -70,7 +70,7 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(
     two_ranks, tmp_path, rank, where, every_n_steps, last
 ):
     results = two_ranks.run(stopped, str(tmp_path), rank, where, "SIGTERM", every_n_steps)
-    # the second rank as one that Lightning started
+    # The second rank behaves like one that Lightning started.
     assert [(code, step, is_as_before) for code, step, is_as_before, _ in results] == [
         (143, last, True),
         (0, last, True),
@@ -135,7 +135,7 @@ def broken(folder, error, signals):
     ids=["after the signal", "Lightning's own, without a signal"],
 )
 def test_a_step_that_fails_leaves_no_checkpoint(one_rank, tmp_path, error, signals):
-    """It would be of the middle of a step."""
+    """A checkpoint would contain the middle of a step."""
     assert one_rank.run(broken, str(tmp_path), error, signals) == [(type(error), None)]
     assert os.listdir(tmp_path) == []
 
@@ -165,7 +165,7 @@ def fitted_again(folder):
             trainer.fit(toy.Toy(), toy.loader())
         steps.append(trainer.global_step)
         is_theirs = "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
-        # after a whole fit Lightning asks by itself again
+        # After a whole fit, Lightning's own broadcast of the signal is in place again.
         assert is_theirs or trainer.global_step < 12
     return steps
 
@@ -200,9 +200,9 @@ def run(folder, where, validates, limits, ckpt_path=None):
 def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_batch(
     request, tmp_path, world, where, validates, limits
 ):
-    """In Lightning's own file the epoch that is over looks begun, where `max_steps` is set and nothing is validated.
+    """In Lightning's own file, the finished epoch looks started if `max_steps` is set and there is no validation.
 
-    `tests/data/test_resume_anywhere.py` stops at any step, for which a loader has to keep its place.
+    `tests/data/test_resume_anywhere.py` stops at any step, which requires a loader that saves its position.
     """
     ranks = request.getfixturevalue(world)
     path = str(tmp_path / "stopped.ckpt")
@@ -223,7 +223,7 @@ def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_ba
 
 
 def test_a_step_of_several_batches_is_made_to_its_end(two_ranks, tmp_path):
-    """The signal comes in the first of 3 batches."""
+    """The signal arrives in the first of 3 batches, and the step is completed."""
     results = two_ranks.run(stopped, str(tmp_path), 0, {"step": 0}, "SIGTERM", 1, 3)
     for rank, (_, global_step, _, num_batches) in enumerate(results):
         assert global_step == 1, f"rank {rank}"

@@ -1,4 +1,4 @@
-"""Time to accuracy: two clocks, seen once, continued after a resumption, the same on every rank."""
+"""Time to accuracy: two clocks, logged once, continued in a resumed run, and equal on every rank."""
 
 import pytest
 import torch.distributed as dist
@@ -8,9 +8,9 @@ from lightning_hybrid.callbacks import metrics as m
 from tests import toy
 from tests.callbacks.support import Module, fit
 
-# each rank has its own here
+# Each rank has its own value here.
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")
-# of the test's clock: a step, and a validation of four batches
+# Times of the test's clock: a step, and a validation of four batches.
 STEP_S = 0.5
 VALIDATION_S = 4 * 1000.0
 
@@ -41,7 +41,7 @@ def reached(options, path=None, resumed_at=None, everywhere=True):
 
 
 def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
-    """In the second epoch of three, after eight steps and two validations."""
+    """The target is reached in the second of three epochs, after eight steps and two validations."""
     words = "rises reached 0.5 after 8 steps: 4.0 s of training, 8004.0 s with validation"
     for rank, (columns, num_steps, line, _) in enumerate(two_ranks.run(reached, {})):
         train_s, total_s, step = columns
@@ -53,7 +53,7 @@ def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
 
 
 def test_a_loss_reaches_its_target_from_above_and_training_ends_there_if_asked(two_ranks):
-    """Ten is above the loss of any three classes guessed at random (log 3): the first validation sees it."""
+    """Ten exceeds the loss of random guesses among three classes (log 3), so the first validation reaches it."""
     options = {"target": 10.0, "monitor": m.VAL_LOSS, "mode": "min", "stop": True}
     for rank, (_, num_steps, _, event) in enumerate(two_ranks.run(reached, options)):
         assert num_steps == 4, f"rank {rank}"
@@ -85,7 +85,7 @@ def test_the_time_between_a_failed_fit_and_the_next_does_not_count(monkeypatch):
 
 
 def test_one_rank_alone_does_not_stop(two_ranks):
-    """Each rank has its own value. With `stop` on one rank only, the others would wait for it for ever."""
+    """Each rank has its own value. If `stop` applied to one rank only, the others would wait for it forever."""
     results = two_ranks.run(reached, {"stop": True}, None, None, False)
     assert [(step, event) for _, step, _, event in results] == [(12, None)] * 2
 

@@ -21,7 +21,7 @@ from tests.scenes import at
 def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     """16 images in half a second are 32 per second. The windows that end at steps 6 and 8 begin after 4 steps.
 
-    Of 1e9 operations each, on two devices of 1e11 per second.
+    Each image takes 1e9 operations, on two devices of 1e11 per second.
     """
     metrics = {"flops_per_image": 1e9, "peak_flops_per_s": 1e11}
     rank_0, rank_1 = seen(
@@ -31,8 +31,8 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     assert rank_0.losses != rank_1.losses
     for step, loss in rank_0.column(m.TRAIN_LOSS).items():
         mean = (rank_0.losses[step - 1] + rank_1.losses[step - 1]) / 2
-        assert loss == pytest.approx(mean, rel=1e-6)  # the mean is taken in fp32
-    # the schedule is 0.1 / (1 + steps before this one); float32 on the way to the logger
+        assert loss == pytest.approx(mean, rel=1e-6)  # the mean is computed in fp32
+    # The schedule is 0.1 / (1 + previous steps). The logger receives float32.
     rates = {2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}
     assert rank_0.column(m.TRAIN_LR) == pytest.approx(rates, rel=1e-6)
     assert rank_0.column(m.TRAIN_LOSS_SCALE) == dict.fromkeys((2, 4, 6, 8), 1024.0)
@@ -126,7 +126,7 @@ def halve_momentum(trainer, *_):
     [("SGD", {2: 0.45, 4: 0.9 / 8, 6: 0.9 / 32, 8: 0.9 / 128}), ("Adagrad", {})],
 )
 def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
-    """A schedule of the momentum: 0.9 * 0.5 ** steps before this one. Float32 on the way to the logger."""
+    """The momentum follows the schedule 0.9 * 0.5 ** (previous steps). The logger receives float32."""
     scene = {
         "module": partial(Module, optimizer=optimizer),
         "callbacks": [at(on_train_batch_end=halve_momentum)],
@@ -137,7 +137,7 @@ def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
-    """Each batch is waited for 3 ms, of which the first four are not logged. Two batches make a step."""
+    """Each batch takes 3 ms, and the first four are not logged. Two batches make a step."""
     assert two_ranks.run(waits_logged, 2)[0] == pytest.approx({4: 0.006})
     assert two_ranks.run(waits_logged, 0)[0] == {}
 
@@ -157,7 +157,7 @@ def waits_logged(accumulate):
             return waited_s
 
     class Exact(HybridAllReduceStrategy):
-        def process_dataloader(self, dataloader):  # a prefetcher is a batch ahead
+        def process_dataloader(self, dataloader):  # a prefetcher would be one batch ahead
             return dataloader
 
     loader_class = Waits if accumulate else DataLoader
@@ -181,7 +181,7 @@ def test_utilisation_needs_two_numbers_above_zero():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the other source is Linux's")
 def test_peak_memory_is_what_the_system_says(two_ranks):
-    """At the last step, against the system's own count after it: pages come by megabytes, not by hundreds of them."""
+    """The peak at the last step agrees with the operating system's count within 5 %."""
     logged, peak_bytes = two_ranks.run(memory_logged_and_counted)[0]
     assert logged == pytest.approx(peak_bytes, rel=0.05)
 
@@ -199,7 +199,7 @@ def memory_logged_and_counted():
     ids=["fp32", "fp16, in one pass at steps that are not logged", "fp16, unscaled for a hook"],
 )
 def test_trust_ratios_are_those_of_the_gradients_just_used(two_ranks, precision, looked_at):
-    """Against float64 from what the optimizer saw. lr is 0, so weights are those of the step."""
+    """The ratios match a float64 computation. The learning rate is 0, so the weights are those of the step."""
     rank_0, _ = two_ranks.run(ratios_logged_and_expected, precision, looked_at)
     logged, expected, unseen = rank_0
     if precision == "16-true" and not looked_at:
@@ -228,7 +228,7 @@ def trust_ratio(parameter):
 
 
 def ratios_logged_and_expected(precision, looked_at):
-    """Return logged and expected ratios, and the steps whose gradients the optimizer took unseen."""
+    """Return logged and expected ratios, and the steps whose gradients the optimizer used unseen."""
     expected = {}
     unseen = []
     module = Lars()
@@ -242,7 +242,7 @@ def ratios_logged_and_expected(precision, looked_at):
         ratios = sorted(trust_ratio(parameter) for parameter in module.parameters())
         expected[trainer.global_step] = [ratios[0], ratios[(len(ratios) - 1) // 2], ratios[-1]]
 
-    # Hooks after a step would have all gradients shown: those of the next batch find what the step has left.
+    # Hooks after a step would request visible gradients. Hooks of the next batch see what the step has left.
     callbacks = [at(on_train_batch_start=look, on_train_end=look)]
     if looked_at:
         callbacks.append(at(on_before_optimizer_step=lambda *_: None))

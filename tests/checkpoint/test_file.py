@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, and damaged ones are found."""
+"""Checkpoint files, which are either complete or absent, and detection of damaged files."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def test_torch_and_lightning_read_the_file(tmp_path):
 
 def test_a_file_of_stock_lightning_loads_and_is_logged_as_unverified(tmp_path):
     TorchCheckpointIO().save_checkpoint(WHOLE, tmp_path / "stock.ckpt")
-    # the logger of Fabric or of the trainer, whichever was imported last
+    # The logger of Fabric or of the trainer, whichever was imported last.
     with TestCase().assertLogs(rank_zero.log) as logs:
         assert DurableCheckpointIO().load_checkpoint(tmp_path / "stock.ckpt")["global_step"] == 7
     assert "stock.ckpt has no checksum" in logs.output[0]
@@ -70,7 +70,7 @@ def test_a_truncated_file_is_named(tmp_path, length, ours):
 
 
 def test_a_flipped_bit_anywhere_and_an_extra_byte_are_errors(tmp_path):
-    """Every 97th byte, and each of the last 150: weights, pickle, directory of the archive, its end, the checksum."""
+    """Every 97th byte and each of the last 150 bytes are flipped, in weights, pickle, directory, end and checksum."""
     path = tmp_path / "flipped.ckpt"
     cf.write_checkpoint(WHOLE, path)
     content = path.read_bytes()
@@ -114,11 +114,11 @@ def test_a_checkpoint_that_will_not_load_is_reported_when_it_is_saved(tmp_path):
 
 
 class Killed(BaseException):
-    """Exception in place of SIGKILL: no code of ours runs after it."""
+    """Exception in place of SIGKILL. None of our code runs after it."""
 
 
 class Witness:
-    """Record of the calls of the file system, in order, that ends the process before the n-th."""
+    """Recorder of file system calls in order, which ends the process before the n-th call."""
 
     def __init__(self, monkeypatch, kill_before=None):
         self.calls = []
@@ -171,7 +171,7 @@ def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, mon
             try:
                 cf.write_checkpoint(checkpoint(3), path)
                 is_over = True
-            except (Killed, RuntimeError):  # torch's writer ends in an error of its own
+            except (Killed, RuntimeError):  # torch's writer raises its own error
                 pass
         assert step_in(path) in (2, 3)
         assert step_in(cf.previous_of(path)) in (1, 2)
@@ -219,7 +219,7 @@ def test_without_hard_links_a_failed_write_restores_the_name_of_the_old_file(tmp
     [({}, {"last.ckpt"}), ({"keep_previous": True}, {"last.ckpt", "last.previous.ckpt"})],
 )
 def test_the_previous_file_is_kept_only_with_keep_previous(tmp_path, settings, names):
-    """By default the folder holds what it holds under `ddp`."""
+    """By default, the folder contains the same files as under `ddp`."""
     io = DurableCheckpointIO(**settings)
     for step in (1, 2):
         io.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")

@@ -1,4 +1,4 @@
-"""`DurableCheckpointIO`, Lightning's plugin for checkpoint files: at once or in background, errors, copies."""
+"""`DurableCheckpointIO`, a Lightning plugin for checkpoint files: immediate or in the background, errors, copies."""
 
 import errno
 import io
@@ -102,7 +102,7 @@ def hyper_parameters():
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
 @pytest.mark.filterwarnings("ignore:The checkpoint .* contains objects")
 def test_saved_values_load_as_from_lightnings_own_plugin(tmp_path, in_background, weights_only):
-    """With the same type and value, or the same refusal."""
+    """Values load with the same type and value, or with the same error."""
     durable = DurableCheckpointIO(in_background=in_background)
     lightnings = TorchCheckpointIO()
     num_refused = 0
@@ -116,7 +116,7 @@ def test_saved_values_load_as_from_lightnings_own_plugin(tmp_path, in_background
 
 
 def _type_and_value(io, value, path, weights_only):
-    """Return type, value, text and attributes of a value that was saved and loaded."""
+    """Return type, value, text and attributes of a value after saving and loading it."""
     io.save_checkpoint({"hyper_parameters": {"value": value, "again": value}, "epoch": 1}, path)
     try:
         values = io.load_checkpoint(path, weights_only=weights_only)["hyper_parameters"]
@@ -149,7 +149,7 @@ def test_a_file_holds_the_values_of_the_moment_of_saving(tmp_path, gate):
     state["state_dict"]["w"].zero_()
     state["state_dict"]["new"] = 1
     gate.set()
-    result = io.load_checkpoint(tmp_path / "last.ckpt")  # waits for it
+    result = io.load_checkpoint(tmp_path / "last.ckpt")  # waits for the write
     assert result["state_dict"].keys() == {"w"}
     assert torch.equal(result["state_dict"]["w"], torch.ones(3000))
     io.teardown()
@@ -276,7 +276,7 @@ def dense(tensor):
 
 
 class RefusesLazyValues(TorchFunctionMode):
-    """Mode that refuses to copy lazy conjugates and negatives: from CUDA to page-locked memory torch drops the bit."""
+    """Mode that rejects copies of lazy conjugates and negatives, whose bit torch drops from CUDA to pinned memory."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.copy_:
@@ -311,8 +311,10 @@ def test_a_copy_is_equal_and_takes_no_more_room_in_a_file_than_its_elements(devi
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_growing_curves_and_new_metrics_reuse_memory(device):
-    """All copies are held, so other addresses are other memory: a block of 12,096 bytes, one of an eighth more than the
-    12,160 that come next, and one of an eighth more than the 13,696 of the end.
+    """Copies of growing tensors reuse three blocks of memory in all.
+
+    All copies are kept, so different addresses mean different memory. The blocks have 12,096 bytes, an eighth more than
+    the 12,160 that are needed next, and an eighth more than the final 13,696.
     """
     host = HostCopies()
     weights = torch.ones(3000, device=device)
@@ -329,7 +331,7 @@ def test_growing_curves_and_new_metrics_reuse_memory(device):
         assert torch.equal(copies[-1]["curve"], curve.cpu())
         assert torch.equal(copies[-1]["weights"], weights.cpu())
     ends = [copy["weights"].data_ptr() - copy["curve"].data_ptr() for copy in copies]
-    assert ends == [-(-16 * step // 64) * 64 for step in range(1, 101)]  # one behind the other
+    assert ends == [-(-16 * step // 64) * 64 for step in range(1, 101)]  # one after the other
     blocks = {next(iter(copy.values())).data_ptr() for copy in copies}
     assert len(blocks) == 3
     assert host.num_bytes == 13_696 * 9 // 8

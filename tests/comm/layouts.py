@@ -1,4 +1,4 @@
-"""Ways in which a few ranks can be spread over nodes, and data that differs on every rank."""
+"""Layouts of a few ranks over nodes, and data that differs on every rank."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +21,7 @@ Nodes = tuple[tuple[int, ...], ...]
 
 
 def layouts(world_size: int) -> Iterator[Nodes]:
-    """Every partition of the ranks into nodes: consecutive, interleaved, uneven.
+    """Yield every partition of the ranks into nodes: consecutive, interleaved and uneven.
 
     >>> list(layouts(2))
     [((0, 1),), ((0,), (1,))]
@@ -39,7 +39,7 @@ def layouts(world_size: int) -> Iterator[Nodes]:
 
 
 def name(nodes: Nodes) -> str:
-    """``01|23``."""
+    """Return the name of a layout, such as ``01|23``."""
     return "|".join("".join(map(str, node)) for node in nodes)
 
 
@@ -64,9 +64,9 @@ class Bucket:
 
 
 def error_of_another_order(engine: CommEngine, *, is_known: bool = True) -> str:
-    """Return this rank's error when rank 2 submits two buckets of one size in the reverse order.
+    """Return this rank's error when rank 2 submits two buckets of equal size in reverse order.
 
-    `is_known`: after steps in which all did either, so that no bucket is new.
+    With `is_known`, all ranks first submit both orders together, so that no bucket is new.
     """
 
     def step(order: tuple[int, int]) -> None:
@@ -79,7 +79,7 @@ def error_of_another_order(engine: CommEngine, *, is_known: bool = True) -> str:
     for order in ((0, 1), (1, 0)) if is_known else ():
         step(order)
     text = error_of(step, (1, 0) if dist.get_rank() == 2 else (0, 1))
-    if not text:  # on CUDA the ranks that came first learn of it from the others
+    if not text:  # on CUDA, the ranks that came first learn of it from the others
         end_s = monotonic() + 10
         while not engine.failure and monotonic() < end_s:
             sleep(0.02)
@@ -96,14 +96,14 @@ def sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:
 
 
 def integers(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
-    """Whole numbers in [-8, 8], different on every rank: any sum of four is exact, in bf16 too."""
+    """Return integers in [-8, 8] that differ on every rank. Any sum of four is exact, even in bf16."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
 
 
 @cache
 def sum_of_integers(world_size: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
-    """Over all ranks: what many tests expect, so it is computed once. Not to be changed."""
+    """Return the sum over all ranks. It is cached because many tests expect it, so do not change it in place."""
     return sum(integers(rank, numel, torch.float32, seed=seed) for rank in range(world_size)).to(
         dtype
     )

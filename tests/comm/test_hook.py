@@ -46,7 +46,7 @@ def two_models(engine, comm_dtype=None):
 
 
 def train_both(algorithm, comm_dtype, check_order):
-    """Gradients under plain DDP and under ours in every step. Both models go on with plain DDP's."""
+    """Return the gradients of plain DDP and of our hook in every step. Both models train with plain DDP's gradients."""
     engine = engine_of(algorithm, check_order=check_order)
     plain, ours = two_models(engine, comm_dtype)
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
@@ -68,7 +68,7 @@ def train_both(algorithm, comm_dtype, check_order):
 
 
 def assert_like_plain(per_rank, *, roundings, unit_roundoff):
-    """Assert the same bits on all ranks, and small errors. The largest gradient of a tensor sets the scale."""
+    """Assert equal bits on all ranks, and errors that are small relative to the largest gradient of each tensor."""
     steps_of_rank_0, _ = per_rank[0]
     for rank, (steps, _) in enumerate(per_rank):
         for step, step_of_rank_0 in zip(steps, steps_of_rank_0, strict=True):
@@ -78,8 +78,8 @@ def assert_like_plain(per_rank, *, roundings, unit_roundoff):
                 assert (ours - plain).abs().max() <= bound, f"{name} on rank {rank}"
 
 
-# Rounding: 4 addends and a division, in another order and split otherwise; gradients of different ranks cancel, so the
-# largest mean may be several times smaller than the addends. 64 unit roundoffs were never needed: 8 were seen.
+# Rounding of 4 addends and a division, in another order. Gradients of different ranks cancel, so the largest mean may
+# be several times smaller than the addends. The bound is 64 unit roundoffs, and at most 8 were observed.
 ROUNDINGS = 64
 
 
@@ -97,7 +97,8 @@ def test_gradients_are_those_of_plain_ddp(rank_pool, world_size, algorithm):
     num_parameter_bytes = 4 * sum(parameter.numel() for parameter in Network().parameters())
     assert summary.num_steps == 4
     assert summary.num_bytes == 4 * num_parameter_bytes
-    assert summary.num_buckets > 8  # DDP rebuilt its buckets after the first step, which has one
+    # DDP rebuilt its buckets after the first step, which has one bucket
+    assert summary.num_buckets > 8
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -127,7 +128,7 @@ def average_large_singles():
 
 
 def test_a_sum_that_is_in_halves_between_nodes_alone_does_not_overflow_either(four_ranks):
-    """Four of 30,000 are more than fp16 holds, halves of them are not. All are multiples of what it can tell apart."""
+    """Four times 30,000 exceeds fp16, but the sum of their halves does not. All values are exact in fp16."""
     for rank, grad in enumerate(four_ranks.run(average_large_singles)):
         assert torch.equal(grad, torch.full((5, 1), 30112.0)), f"rank {rank}"
 
@@ -142,7 +143,7 @@ def test_the_divisor_is_split_near_its_root_and_its_first_part_is_a_power_of_two
 
 
 def average_of_equals(value, world_size, *, before):
-    """Return the average of ``world_size`` (a power of two) equal fp16 gradients, added by doubling as in a tree."""
+    """Return the average of ``world_size`` (a power of two) equal fp16 gradients, added pairwise as in a tree."""
     buffer = torch.full((3,), value, dtype=torch.float16)
     wire = to_wire(buffer, None, before=before)
     for _ in range(world_size.bit_length() - 1):
@@ -154,20 +155,20 @@ def test_halves_survive_2048_ranks():
     before, _ = split_divisor(2048, is_fp16=True)
     for value in (2.0**-18, 2.0**-17, 1.0, 1000.0, 1023.5):
         assert average_of_equals(value, 2048, before=before).tolist() == [value] * 3
-    # Why the division is split: at once, before the sum or after it, none of both ends would.
+    # This is why the division is split. A single division before or after the sum would lose one end of the range.
     assert average_of_equals(1000.0, 2048, before=1).tolist() == [float("inf")] * 3
     assert average_of_equals(2.0**-18, 2048, before=2048).tolist() == [0.0] * 3
 
 
 def test_the_division_is_rounded_once_in_the_wider_dtype():
-    """1 / 3 rounded to fp16 and then widened would be off by 8e-5."""
+    """Rounding 1 / 3 to fp16 before widening it would be off by 8e-5."""
     buffer = torch.zeros(1)
     assert (
         from_wire(torch.ones(1, dtype=torch.float16), buffer=buffer, after=3.0).item()
         == torch.tensor(1 / 3).item()
     )
     buffer = torch.zeros(1, dtype=torch.float16)
-    # fits only once it is divided
+    # The value only fits after the division.
     from_wire(torch.full((1,), 3 * 65504.0), buffer=buffer, after=3.0)
     assert buffer.item() == 65504.0
 
@@ -193,7 +194,7 @@ def test_sparse_gradients_are_refused(two_ranks):
 
 
 def average_complex():
-    """d/dW of Re(sum(W x)) is conj(x), here (1 + rank) - 2i (1 + rank)."""
+    """The expected value of d/dW of Re(sum(W x)) is conj(x), here (1 + rank) - 2i (1 + rank)."""
     engine = engine_of("auto")
     model = wrapped(nn.Linear(4, 2, bias=False, dtype=torch.complex64), engine)
     model(torch.full((1, 4), (1 + dist.get_rank()) * (1 + 2j))).sum().real.backward()
@@ -207,7 +208,7 @@ def test_complex_gradients_are_averaged_as_pairs_of_reals(two_ranks):
 
 
 def backward_with_an_absent_rank():
-    """Rank 1 leaves before backward: rank 0's backward must end in the engine's error."""
+    """Return rank 0's error and waiting time in backward when rank 1 never enters backward."""
     engine = engine_of("flat", timeout_s=1.0)
     _, ours = two_models(engine)
     loss = ours(torch.ones(4, 16)).sum()
@@ -215,7 +216,7 @@ def backward_with_an_absent_rank():
     began_s = time.monotonic()
     if dist.get_rank() == 0:
         error = error_of(loss.backward)
-        engine.close()  # rank 0 waits here until the other, which is still there, has read the error
+        engine.close()  # rank 0 waits here until the other rank has read the error
     waited_s = time.monotonic() - began_s
     dist.barrier()
     engine.close()
@@ -227,4 +228,4 @@ def test_a_failed_sum_fails_backward_with_the_engines_words_after_the_users_time
     error, waited_s = rank_0
     assert "comm: rank 1 is behind: it has submitted 0 of 1 buckets" in error
     assert "rank 0 failed on bucket 0 in stage `all_reduce` of the flat all-reduce: " in error
-    assert 0.9 < waited_s < 20  # of the default group it is 45 s
+    assert 0.9 < waited_s < 20  # the default group's timeout is 45 s

@@ -1,4 +1,4 @@
-"""Clipping by norm, next to torch's own."""
+"""Gradient clipping by norm, compared with torch's implementation."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ def parameters_of_which_half_have_a_gradient(seed):
 
 
 def test_parameters_without_a_gradient_change_no_bit_of_a_clipped_one():
-    """A zero among the norms would change the order in which their squares are added, and so one norm in five."""
+    """A zero among the norms would change the order in which the squares are added, and thereby one norm in five."""
     for seed in range(30):
         parameters = parameters_of_which_half_have_a_gradient(seed)
         expected = parameters_of_which_half_have_a_gradient(seed)

@@ -160,7 +160,7 @@ def test_small_tensors_are_fused_and_large_ones_travel_alone(
     )
     remaining = iter(sizes)
     buckets = []
-    # every bucket ends where a tensor does
+    # Every bucket ends at the end of a tensor.
     for cap in plan.bucket_caps(sizes, num_nodes=num_nodes):
         buckets.append([])
         while sum(buckets[-1]) < cap:

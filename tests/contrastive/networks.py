@@ -1,4 +1,4 @@
-"""Networks as users write them, and a step of each through `GlobalBatch` and with all activations kept."""
+"""Networks as users write them, and one step of each with `GlobalBatch` and with all activations kept."""
 
 import copy
 import random
@@ -109,7 +109,7 @@ class Checkpointed(Network):
 
 
 class GradientHooks(Network):
-    """Network whose hooks scale a gradient and keep another."""
+    """Network with hooks, of which one scales a gradient and another one keeps it."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class ListOfWeights(Network):
 
 
 class ShortWords(Network):
-    """Network with an embedding that shortens its rows in forward."""
+    """Network with an embedding that rescales its rows in forward."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ class ShortWords(Network):
 
 
 class HiddenTeacher(Network):
-    """Network with a queue of the outputs of a teacher, which is in training mode and kept out of checkpoints."""
+    """Network with a queue of outputs of a teacher, which is in training mode and excluded from checkpoints."""
 
     def __init__(self):
         super().__init__(nn.BatchNorm1d(16))
@@ -171,7 +171,7 @@ class HiddenTeacher(Network):
 
 
 class MovingCentre(Network):
-    """Network with a moving centre of a teacher's outputs, which begins with the first batch."""
+    """Network with a moving centre of a teacher's outputs, which is initialised by the first batch."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ class State:
 
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    drawn: tuple[float, float, float]  # the next number of each global stream
+    drawn: tuple[float, float, float]  # next number of each global stream
     generators: list[torch.Tensor]  # states of the network's own generators
 
 
@@ -285,7 +285,7 @@ def with_activations_kept(make, x, chunk=CHUNK, between=nothing):
 
 
 def with_global_batch(make, x, chunk=CHUNK, between=nothing):
-    """Make the same step by `GlobalBatch` and return its state."""
+    """Make the same step with `GlobalBatch` and return its state."""
     network = seeded(make)
     loss = GlobalBatch(LOSS, chunk=chunk)(network.embed, x)
     between(network)

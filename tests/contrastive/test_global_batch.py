@@ -1,4 +1,4 @@
-"""User code around `GlobalBatch`: in fits as users write them, from forward to backward, and refused by name."""
+"""User code with `GlobalBatch`: in fits, between forward and backward, and errors that name unsupported code."""
 
 import weakref
 from functools import partial
@@ -35,7 +35,7 @@ from tests.scenes import fit
 
 
 class Texts(Dataset):
-    """Questions and answers, as in a public bug report."""
+    """Data set of questions and answers, as in a public bug report."""
 
     def __len__(self):
         return 20
@@ -99,7 +99,7 @@ def test_losses_over_texts_do_not_depend_on_the_chunk(collate):
 
 
 class NamedRows(Network):
-    """Network whose rows are changed by their names, and by values in a nested batch."""
+    """Network that changes its rows by their names, and by values in a nested batch."""
 
     def embed(self, batch):
         x, (names, extra) = batch
@@ -354,11 +354,11 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(loss, network.net[0].weight, create_graph=True)
 
 
-# ---- networks that can -----------------------------------------------------------------------------------------------
+# ---- networks that can run twice -------------------------------------------------------------------------------------
 
 
 class Supervised(nn.Module):
-    """Loss of a user over one rank's pairs, with labels that `embed` returns, and its own temperature."""
+    """Loss of a user over one rank's pairs, with labels that `embed` returns and its own temperature."""
 
     def __init__(self):
         super().__init__()
@@ -425,7 +425,7 @@ class Token:
 
 
 class Watched(Network):
-    """Network that counts the earlier calls whose activations are alive."""
+    """Network that counts the earlier calls whose activations are still alive."""
 
     def __init__(self):
         super().__init__()
@@ -452,7 +452,7 @@ def test_only_one_chunks_activations_are_alive_at_a_time():
 
 
 class Fitted(pl.LightningModule):
-    """Module that trains a network through `GlobalBatch`, or with activations kept."""
+    """Module that trains a network with `GlobalBatch`, or with all activations kept."""
 
     def __init__(self, make, is_kept=False):
         super().__init__()
@@ -506,7 +506,7 @@ def loader():
     ],
 )
 def test_a_fit_has_the_losses_and_weights_of_one_with_activations_kept(network):
-    """Values that `embed` logs and counts are logged and counted once."""
+    """Values that `embed` logs or counts are logged and counted once."""
     scene = {"train": loader, "max_epochs": 1, "limit_train_batches": 3}
     kept = fit(None, partial(Fitted, NETWORKS[network], is_kept=True), **scene)
     seen = fit(None, partial(Fitted, NETWORKS[network]), **scene)
@@ -520,7 +520,7 @@ def test_a_fit_has_the_losses_and_weights_of_one_with_activations_kept(network):
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-mixed", "64-true"])
 def test_two_ranks_have_the_losses_and_weights_of_a_fit_with_activations_kept(precision, two_ranks):
-    """In half precision, where gradients of chunks are rounded, within some units of the dtype."""
+    """In half precision, the gradients of chunks are rounded, so the results agree within some units of the dtype."""
     bound = {"32-true": 1e-5, "64-true": 1e-7, "16-true": 2e-3, "bf16-mixed": 2e-2}[precision]
     scene = {"train": loader, "max_epochs": 1, "limit_train_batches": 2, "precision": precision}
     if precision == "16-true":

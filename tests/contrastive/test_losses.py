@@ -1,4 +1,4 @@
-"""Losses over the pairs of all ranks against their definition, and many chunks of pairs as one batch."""
+"""Losses over the pairs of all ranks, compared with their definition, and chunks of pairs compared with one batch."""
 
 import copy
 import math
@@ -97,7 +97,7 @@ def on_rank(name, dtype=torch.float32):
 
 
 def joined(shares):
-    """Return the loss and the gradients of all ranks: views concatenated, parameters added in a tree."""
+    """Combine the results of all ranks: the loss, concatenated gradients of views, and tree sums for parameters."""
     values, a, b, *parameters = zip(*shares, strict=True)
     for rank, value in enumerate(values):
         assert torch.equal(value, values[0]), f"rank {rank}"
@@ -131,7 +131,7 @@ def test_two_and_four_ranks_have_the_bits_of_one(name, two_ranks, four_ranks):
 
 
 def test_the_loss_of_three_ranks_is_that_of_all_pairs(three_ranks):
-    """PAIRS do not divide by three: each rank takes 8 of the first 24."""
+    """PAIRS is not divisible by three, so each rank takes 8 of the first 24."""
     rank_0, rank_1, rank_2 = three_ranks.run(first_24)
     a, b = (view[:24] for view in views())
     torch.testing.assert_close(rank_0, clip(InfoNCE(0.1), a, b), rtol=1e-6, atol=0)
@@ -182,7 +182,7 @@ def test_options_and_embeddings_that_cannot_be_compared_are_refused(call, messag
 
 def test_similarities_beyond_what_exponentials_hold_are_finite():
     a = torch.eye(4)
-    loss = InfoNCE(1e-3, block=2)(a, a.roll(1, 0))  # each row's partner is the least similar
+    loss = InfoNCE(1e-3, block=2)(a, a.roll(1, 0))  # each row's partner is the least similar row
     assert math.isclose(loss.item(), 1000, rel_tol=1e-6)
 
 
@@ -202,7 +202,7 @@ def test_a_learnt_scale_is_held_at_100(value, scale, has_gradient):
 
 
 def of_views(name, inputs, autocast, is_backward_inside):
-    """Return loss and gradients, with autocast around the loss alone, or around backward too."""
+    """Return loss and gradients, with autocast around the loss only or also around backward."""
     loss = LOSSES[name][0]()
     inputs = [view.clone().requires_grad_() for view in inputs]
     with autocast:
@@ -217,7 +217,7 @@ def of_views(name, inputs, autocast, is_backward_inside):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_changes_no_bit_of_a_loss(name, dtype):
-    """The views are in fp32, and in half precision as networks return them under autocast."""
+    """The views are in fp32, or in half precision as networks return them under autocast."""
     for inputs in (views(), [view.to(dtype) for view in views()]):
         expected = of_views(name, inputs, nullcontext(), False)
         assert expected[0].dtype is torch.float32
@@ -310,7 +310,7 @@ def test_gradients_of_chunks_are_those_of_the_whole_batch():
 
 
 def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
-    """The result is that with all activations kept, and so are the numbers that are drawn afterwards."""
+    """The result, and the random numbers drawn afterwards, equal those with all activations kept."""
     batch = {"views": list(data()[:PAIRS].split(8, dim=1))}
     module = Embedder(nn.BatchNorm1d(16), nn.Dropout())
     kept = Embedder(nn.BatchNorm1d(16), nn.Dropout())
@@ -382,7 +382,7 @@ def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks
 
 
 def test_half_precision_and_lars_train_on_fp32_masters(two_ranks):
-    """Bound: a change of weights by half a unit of the dtype moves a step by about 1e-2 of its length."""
+    """The bound is that a change of weights by half a unit of the dtype changes a step by about 1e-2 of its length."""
     scene = {"module": partial(Contrastive, optimizer=LARS), **SCENE}
     wide = fit(two_ranks, **scene)
     half = fit(two_ranks, precision="16-true", loss_scale=256, **scene)

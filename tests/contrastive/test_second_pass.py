@@ -26,7 +26,7 @@ from tests.toy import error_of
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_equals_the_step_with_all_activations_kept(name):
-    """In equal chunks, with a smaller last chunk, and in one chunk."""
+    """The step has equal chunks, a smaller last chunk, or a single chunk."""
     for num_pairs, chunk in ((PAIRS, CHUNK), (PAIRS - 2, CHUNK), (PAIRS, PAIRS)):
         x = data(num_pairs)
         assert_same_step(
@@ -59,7 +59,7 @@ def test_gradients_under_spectral_norm_are_those_of_the_whole_batch_once_its_vec
 
 
 def steps_on_rank():
-    """Return the gradients of each network, after a comparison with those with activations kept."""
+    """Compare each network with the run that keeps activations, and return the gradients."""
     x = data(2 * PAIRS).chunk(dist.get_world_size())[dist.get_rank()]
     grads = {}
     for name, make in NETWORKS.items():
@@ -71,7 +71,7 @@ def steps_on_rank():
 
 @pytest.mark.parametrize("world", ["two_ranks", "four_ranks"])
 def test_a_step_of_several_ranks_equals_the_step_with_all_activations_kept(world, request):
-    """Each of four ranks has a chunk of four pairs, and a chunk of two."""
+    """With four ranks, each rank has a chunk of four pairs and a chunk of two."""
     ranks = request.getfixturevalue(world)
     by_rank = ranks.run(steps_on_rank)
     for name in NETWORKS.keys() - DEPENDS_ON_PARTS - DRAWS - {"gradient hooks"}:

@@ -1,6 +1,7 @@
-"""A fit resumes under other ranks, batches and accumulation with the images that are left of each step, or refuses.
+"""Resumes with other ranks, batch sizes and accumulation, which read the remaining images of each step or raise.
 
-The table has 36 conversions: 1, 2 and 4 ranks with 1 and 2 batches of a step, each to each, with 8 images of a step.
+The table has 36 conversions between all pairs of 1, 2 and 4 ranks with 1 and 2 batches per step, always with 8 images
+per step.
 """
 
 from itertools import product
@@ -16,7 +17,7 @@ from tests import toy
 from tests.data.user_loaders import NO_SAMPLER
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUM_IMAGES = 36  # a step has 8, so that the last step of an epoch has 4
+NUM_IMAGES = 36  # a step has 8, so the last step of an epoch has 4
 IMAGES_PER_STEP = 8
 NUM_EPOCHS = 2
 
@@ -35,7 +36,7 @@ def layout(ranks: int, accumulate: int) -> Layout:
 
 
 LAYOUTS = [layout(ranks, accumulate) for ranks, accumulate in product((1, 2, 4), (1, 2))]
-# after so many steps; 5: the last batch of the first epoch; or its end
+# Steps after which to stop, the last batch of the first epoch (5), and its end.
 STOPS = (
     "1",
     "3",
@@ -47,7 +48,7 @@ STOP_WITHIN_STEP = "3, within the next step"
 
 
 class Steps(pl.LightningModule):
-    """Notes what this rank reads: number of the step, images."""
+    """Module that records the step and the images of each batch on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Steps(pl.LightningModule):
 
 
 class SavesSteps(pl.Callback):
-    """Saves after steps, within a step, and at the end of the first epoch."""
+    """Callback that saves after steps, within a step, and at the end of the first epoch."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -114,7 +115,7 @@ def fit(
     make: Any = shuffled,
     **settings: Any,
 ) -> list[tuple[int, list[int]]] | str:
-    """Return the samples a rank reads in a whole fit or after a stop, or the error that ended the fit."""
+    """Return the samples that a rank reads in a whole fit or after a stop, or the error that ended the fit."""
     pl.seed_everything(3, verbose=False)
     module = Steps()
     trainer = toy.trainer(
@@ -136,7 +137,7 @@ def fits(of: Layout, folder: str, stops: tuple[str | None, ...], *args: Any) -> 
 
 
 def images_by_step(of_ranks: list[Any]) -> dict[int, list[int]]:
-    """The images of each step over all ranks."""
+    """Return the images of each step over all ranks."""
     steps: dict[int, list[int]] = {}
     for read in of_ranks:
         assert not isinstance(read, str), read
@@ -148,7 +149,7 @@ def images_by_step(of_ranks: list[Any]) -> dict[int, list[int]]:
 def outcomes(
     pool: Any, saved: Layout, resumed: Layout, folder: Path, stops: tuple[str, ...], workers: int
 ) -> Any:
-    """The images by step of a whole fit of one layout, and of its resumes in another one from each stop."""
+    """Return the images by step of a whole fit in one layout, and of its resumes in another one from each stop."""
     (whole,) = zip(
         *pool.ranks(saved.ranks).run(fits, saved, str(folder), (None,), workers), strict=True
     )
@@ -169,7 +170,7 @@ def steps_done(stop: str) -> int:
 def wrong_stops(
     pool: Any, saved: Layout, resumed: Layout, folder: Path, stops: tuple[str, ...], workers: int
 ) -> Any:
-    """The stops after which a step reads other images than in the undisturbed fit."""
+    """Return the stops after which a step reads other images than in the uninterrupted fit."""
     whole, after_stops = outcomes(pool, saved, resumed, folder, stops, workers)
     assert [len(images) for images in whole.values()] == [8, 8, 8, 8, 4] * NUM_EPOCHS
     wrong = {}
@@ -180,7 +181,7 @@ def wrong_stops(
     return wrong
 
 
-ONE_STOP = [  # of each kind of change: ranks for batches, batches for ranks, more ranks, fewer
+ONE_STOP = [  # one of each kind: ranks for batches, batches for ranks, more ranks, fewer
     (layout(2, 1), layout(1, 2)),
     (layout(1, 2), layout(2, 1)),
     (layout(2, 2), layout(4, 1)),
@@ -211,7 +212,7 @@ def test_all_36_conversions_from_every_stop(rank_pool, tmp_path, saved, resumed,
 def refusal(
     pool: Any, saved: Layout, resumed: Layout, folder: Path, make: Any = shuffled, **settings: Any
 ) -> str:
-    """The error of a resume from the third step, the same on all ranks. Empty if there is none."""
+    """Return the error of a resume from the third step, which is the same on all ranks, or an empty string."""
     pool.ranks(saved.ranks).run(_fit_with, saved, str(folder), None, make, settings)
     errors = pool.ranks(resumed.ranks).run(_fit_with, resumed, str(folder), "3", make, settings)
     texts = {error if isinstance(error, str) else "" for error in errors}
@@ -268,7 +269,7 @@ def test_an_order_that_lightning_does_not_deal_is_refused_under_other_ranks(
 
 
 def test_a_larger_accumulation_of_the_same_batches_resumes_between_its_steps(rank_pool, tmp_path):
-    """4 steps of one batch are 2 of two batches: the fifth batch comes next."""
+    """4 steps of one batch are 2 steps of two batches, so the fifth batch is next."""
     (read,) = rank_pool.ranks(1).run(saves_after_four, str(tmp_path))
     whole, resumed = read
     assert resumed == whole[4:]

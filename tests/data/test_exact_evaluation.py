@@ -1,4 +1,4 @@
-"""Batches of ranks in which every sample comes once, and the loaders whose padding stays, with the reason."""
+"""Evaluation batches in which every sample appears once, and the loaders that stay padded, with the reason."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from lightning_hybrid.data.exact_evaluation import (
 
 
 class Watch:
-    """A watch that has seen `calls` collectives by the time of the last batch."""
+    """Mock watch that has seen `calls` collectives by the time of the last batch."""
 
     def __init__(self, calls: int = 0) -> None:
         self.calls = calls
@@ -69,13 +69,13 @@ def test_every_sample_comes_once_in_batches_that_differ_at_the_end_alone(sizes):
     longest = lengths[0]
     assert max(longest) <= batch_size
     for rank_lengths in lengths:
-        assert rank_lengths  # of at least one sample
+        assert rank_lengths  # at least one sample
         assert rank_lengths[: len(longest) - 1] == longest[:-1]
         assert longest[-1] - sum(rank_lengths[len(longest) - 1 :]) in (0, 1)
     if batch_size > 1 and -(-num_samples // num_ranks) > 2:
         assert {len(rank_lengths) for rank_lengths in lengths} == {len(longest)}
     if num_samples % num_ranks:
-        assert len(longest) > 1  # a batch before the last one shows whether the user's code gathers
+        assert len(longest) > 1  # a batch before the last one shows whether user code gathers
 
 
 @given(sizes)
@@ -102,7 +102,7 @@ def test_the_order_is_that_of_the_users_sampler_in_every_epoch():
     for epoch in range(2):
         exact_loader.batch_sampler.sampler.set_epoch(epoch)
         orders.append(torch.cat(list(exact_loader)).tolist())
-        assert orders[epoch] == list(sampler)  # a full rank has no repeat
+        assert orders[epoch] == list(sampler)  # a rank with a full share has no repeat
     assert orders[0] != orders[1]
 
 

@@ -1,4 +1,4 @@
-"""Resume of a user's own `DataLoader`: the remaining images, and the random numbers of their transforms."""
+"""Exact resume of a user's own `DataLoader`: the remaining images, and the random numbers of their transforms."""
 
 import random
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ OFF = partial(HybridAllReduceStrategy, exact_resume=False)
 
 
 def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the cases that differ or are refused without the reason that the kind expects."""
+    """Return the cases that differ, or that raise an error without the reason expected for their kind."""
     reason = KINDS[cases[0]["kind"]].is_refused
     wrong_cases = []
     for case in cases:
@@ -56,7 +56,7 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_each_kind_of_loader_reads_the_remaining_images_or_is_refused_by_name(
     one_rank, tmp_path, name
 ):
-    """From an epoch's end, and from within the second epoch."""
+    """Each kind is resumed from the end of an epoch and from the middle of the second epoch."""
     results = one_rank.run(
         outcomes, name, HYBRID, KINDS[name].workers[0], str(tmp_path), (0, 11), timeout_s=120
     )
@@ -69,7 +69,7 @@ def test_each_kind_of_loader_reads_the_remaining_images_or_is_refused_by_name(
 def test_the_remaining_images_are_read_or_refused_by_name_from_five_stops(
     rank_pool, tmp_path, name, workers, ranks
 ):
-    """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""
+    """The five stops are an epoch's end, both sides of it, and the middle of the first, second and last epoch."""
     results = rank_pool.ranks(ranks).run(
         outcomes, name, HYBRID, workers, str(tmp_path), timeout_s=300
     )
@@ -127,7 +127,7 @@ def test_another_number_of_ranks_reads_the_remaining_images_of_each_step(rank_po
 
 
 def test_other_batch_sizes_and_accumulation_read_the_remaining_images(rank_pool, tmp_path):
-    """With the same images of a step, and with the same images of a batch."""
+    """The images per step may stay the same, or the images per batch."""
     whole = rank_pool.ranks(1).run(shuffled, str(tmp_path), None, 0, HYBRID, 2, 3)
     larger = rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 6)
     assert steps(larger)[:3] == steps(whole, 3)[2:5]
@@ -152,7 +152,7 @@ class Fixed(Images):
 
 
 def test_an_uninterrupted_fit_is_that_of_ddp_except_for_random_transforms(one_rank, tmp_path):
-    """Dropout draws from the stream from which transforms draw."""
+    """Random transforms differ because dropout draws from the same stream."""
     ((ddp_images, ddp_drawn, ddp_weights),) = one_rank.run(plain, str(tmp_path), "ddp")
     ((images, drawn, _),) = one_rank.run(plain, str(tmp_path), HYBRID)
     ((off_images, off_drawn, off_weights),) = one_rank.run(plain, str(tmp_path), OFF)
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_ddp_opens_under_ours_and_ours_under_ddp(one_rank, tmp_p
 
 
 def drawn_numbers(kind: str) -> list[Any]:
-    """Return the random numbers of the first batch, of each loader."""
+    """Return the random numbers of the first batch, for each loader."""
     module = fit(KINDS[kind], HYBRID, 0, limit_train_batches=1)
     _, _, drawn = module.read[0]
     return drawn
@@ -227,7 +227,7 @@ def under_another_seed(folder: str) -> Any:
 
 
 def test_a_resume_draws_by_the_seed_of_the_interrupted_run(one_rank, tmp_path):
-    """The seed of the script may be another one, or none."""
+    """The script may use another seed when it resumes, or none."""
     ((whole, resumed),) = one_rank.run(under_another_seed, str(tmp_path))
     assert resumed == whole[3:]
 
@@ -247,13 +247,13 @@ def under_another_seed_everything(folder: str, name: str) -> Any:
 def test_a_resume_after_another_seed_everything_reads_the_order_of_the_interrupted_run(
     two_ranks, tmp_path, name
 ):
-    """Lightning seeds the `DistributedSampler` that it makes by the script's `seed_everything`."""
+    """Lightning seeds the `DistributedSampler` that it creates with the script's `seed_everything`."""
     for whole, resumed in two_ranks.run(under_another_seed_everything, str(tmp_path), name):
         assert resumed == whole[3:]
 
 
 def with_seed_of_user(folder: str) -> str:
-    """Return the error of a resume after three batches, whose user gives the sampler another seed."""
+    """Return the error of a resume after three batches for which the user changes the sampler's seed."""
 
     def make(seed: int) -> Any:
         images = user_loaders.Images()
@@ -274,7 +274,7 @@ def test_a_sampler_with_another_seed_of_the_user_is_refused_by_its_seed(two_rank
 
 
 class SeededOnceSampler(Sampler):
-    """Draws its order from the seed that the script had when the sampler was made."""
+    """Sampler that draws its order from the global seed at the time of its construction."""
 
     def __init__(self) -> None:
         self.seed = torch.initial_seed()
@@ -306,7 +306,7 @@ def test_the_error_of_another_order_names_another_seed_everything_first(one_rank
 
 
 class ListSampler(Sampler):
-    """Sampler of the same indices in every epoch."""
+    """Sampler with the same indices in every epoch."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = indices
@@ -319,7 +319,7 @@ class ListSampler(Sampler):
 
 
 def with_other_order(folder: str, indices: list[int]) -> str:
-    """Return the error of a resume after three batches, whose sampler has another order."""
+    """Return the error of a resume after three batches whose sampler has another order."""
     orders = [list(range(32)), indices]
     paths = [None, f"{folder}/3.ckpt"]
     for order, path in zip(orders, paths, strict=True):
@@ -333,7 +333,7 @@ def with_other_order(folder: str, indices: list[int]) -> str:
 
 
 def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
-    """The checksum is that of all batches before the checkpoint."""
+    """The checksum covers all batches before the checkpoint."""
     swapped = [1, 0, *range(2, 32)]
     (error,) = one_rank.run(with_other_order, str(tmp_path), swapped)
     assert "its sampler does not reproduce the samples before the checkpoint" in error
@@ -341,26 +341,26 @@ def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
 
 
 def under_workers(name: str, folder: str, workers: int) -> str:
-    """Return the error of a resume with these workers, of a fit without workers."""
+    """Return the error of a resume with this number of workers, for a fit without workers."""
     fit(KINDS[name], HYBRID, 0, [Saves(folder, [3])])
     return toy.error_of(fit, KINDS[name], HYBRID, workers, [], f"{folder}/3.ckpt")
 
 
 def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
-    """Each worker reads its part, so that the batches are others."""
+    """Each worker reads its own part of the stream, so the batches would differ."""
     (error,) = one_rank.run(under_workers, "stream", str(tmp_path), 2)
     assert "`num_workers` (=2) must equal the checkpoint's 0. Set num_workers=0" in error
 
 
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
-    """It keeps the states of the batch that Lightning holds, and of a step that is repeated."""
+    """The checkpoint keeps the states of the batch that Lightning holds, and of a step that is repeated."""
     one_rank.run(outcomes, "stream with a state", HYBRID, 0, str(tmp_path), (20,))
     (state,) = torch.load(tmp_path / "20.ckpt")["exact_resume"]
     assert 1 <= len(state["of_ranks"][0]["kept"]) <= 3
 
 
 def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
-    """Return the warnings about the stream of a sampler with a generator of its own."""
+    """Return the warnings about the random stream of a sampler with its own generator."""
     sampler = WeightedRandomSampler([1.0] * 32, 32, generator=generator())
     kind = Kind(make=partial(of, batch_size=batch_size, sampler=sampler))
     if stop is None:
@@ -371,7 +371,7 @@ def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
 
 
 def test_the_stream_of_a_sampler_of_other_ranks_is_not_taken(rank_pool, tmp_path):
-    """From an epoch's end, where nothing of the epoch is left to refuse."""
+    """At the end of an epoch nothing of the epoch is left, so this is a warning and not an error."""
     assert rank_pool.ranks(2).run(own_stream, str(tmp_path), None) == [[], []]
     assert rank_pool.ranks(2).run(own_stream, str(tmp_path), 0) == [[], []]
     (messages,) = rank_pool.ranks(1).run(own_stream, str(tmp_path), 0, 8)
@@ -401,7 +401,7 @@ def ended(folder: str, path: str | None = None) -> Any:
 def test_every_rank_can_resume_from_the_file_that_a_rank_saves_on_its_own_error(
     two_ranks, tmp_path
 ):
-    """Its file lacks the checksums of others, whose order follows from the epoch."""
+    """The file lacks the checksums of the other ranks, whose order follows from the epoch."""
     whole = two_ranks.run(shuffled, f"{tmp_path}/whole")
     two_ranks.run(ended, str(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
@@ -437,7 +437,7 @@ def test_a_loop_of_the_users_own_continues_with_the_remaining_images(two_ranks, 
 
 
 def loop_with_own_generator(path: str, is_resumed: bool, num_workers: int) -> list[list[int]]:
-    """Read two epochs, and save after the last batch of the first, before the loop asks for another one."""
+    """Read two epochs, and save after the last batch of the first, before the loop requests another one."""
     fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=1)
     fabric.launch()
     generator = torch.Generator().manual_seed(5)
@@ -462,7 +462,7 @@ def loop_with_own_generator(path: str, is_resumed: bool, num_workers: int) -> li
 def test_a_loop_saved_after_the_last_batch_of_an_epoch_continues_with_the_order_of_the_next(
     one_rank, tmp_path, num_workers
 ):
-    """A sampler of whole batches draws once more when the loop asks for another batch."""
+    """A sampler of whole batches draws once more when the loop requests another batch."""
     path = f"{tmp_path}/3.ckpt"
     (whole,) = one_rank.run(loop_with_own_generator, path, False, num_workers)
     (resumed,) = one_rank.run(loop_with_own_generator, path, True, num_workers)
@@ -471,7 +471,7 @@ def test_a_loop_saved_after_the_last_batch_of_an_epoch_continues_with_the_order_
 
 
 class SizedStream(IterableDataset):
-    """Stream with a length, whose loader has a generator of its own."""
+    """Stream with a length, whose loader has its own generator."""
 
     def __len__(self) -> int:
         return 12
@@ -498,7 +498,7 @@ def loop_over_a_sized_stream(path: str, is_resumed: bool) -> list[list[int]]:
 
 @pytest.mark.filterwarnings("ignore:The training loader does not resume exactly")
 def test_a_stream_saved_after_its_last_batch_begins_again_at_once(one_rank, tmp_path):
-    """Its sampler never ends, so nothing is drawn from it."""
+    """The sampler of a stream is endless, so the test must not draw from it."""
     path = f"{tmp_path}/3.ckpt"
     (whole,) = one_rank.run(loop_over_a_sized_stream, path, False, timeout_s=30.0)
     (resumed,) = one_rank.run(loop_over_a_sized_stream, path, True, timeout_s=30.0)
@@ -530,7 +530,7 @@ def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_
 
 
 def test_global_random_streams_continue_after_a_seeded_context():
-    """Also within a pair of normal numbers, of which NumPy keeps the second."""
+    """The state includes the second number of a pair of normal numbers, which NumPy keeps."""
     np.random.seed(0)
     expected = np.random.randn(3).tolist()
     np.random.seed(0)

@@ -1,4 +1,4 @@
-"""A look at the training loader by user code gets a plain pass, and training reads what it reads without the look."""
+"""User code that reads the training loader gets a separate pass, and training reads the same batches as without it."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ STOP = 11  # batches done, in the second epoch
 
 
 class Numbers(ResumableLoader):
-    """A loader that derives from the one of this package, as the recipes' loaders do."""
+    """Loader that derives from `ResumableLoader`, as the recipes' loaders do."""
 
     def _batches(self, epoch: int, shares: Iterator[Any]) -> Iterator[Any]:
         for share in shares:
@@ -34,7 +34,7 @@ class Numbers(ResumableLoader):
 
 
 class Shuffles(Sampler):
-    """Shuffles its own list in place, so that each iteration moves it."""
+    """Sampler that shuffles its own list in place, so that each iteration changes it."""
 
     def __init__(self) -> None:
         self.indices = list(range(32))
@@ -65,7 +65,7 @@ LOOKED_AT = {
 
 
 def look(trainer: pl.Trainer, *args: Any) -> None:
-    """Read two batches of each training loader, draw as a picture of them would, and begin a third pass."""
+    """Read two batches of each training loader, read one of a second pass, and begin a third pass."""
     loaders = trainer.train_dataloader
     for loader in loaders.values() if isinstance(loaders, dict) else [loaders]:
         for _ in islice(iter(loader), 2):
@@ -84,7 +84,7 @@ HOOKS = (
 
 
 def look_now_and_then(trainer: pl.Trainer, *args: Any) -> None:
-    """Look before training and in the middle of an epoch: a look starts processes."""
+    """Read the loader before training and in the middle of an epoch only, because each read starts processes."""
     if trainer.fit_loop.total_batch_idx in (-1, STOP - 1, STOP):
         look(trainer)
 
@@ -120,7 +120,7 @@ def test_workers_read_the_same_with_looks_in_every_hook(one_rank, tmp_path):
 
 
 def _differences(name: str, folder: str, workers: int = 0) -> list[str]:
-    """Name the fits that read other batches, or draw other numbers, than an undisturbed fit without looks."""
+    """Name the fits that read other batches, or draw other numbers, than an uninterrupted fit without such reads."""
     kind = (KINDS | LOOKED_AT)[name]
     undisturbed = read(kind, f"{folder}/without", looks=False, workers=workers)
     names = []
@@ -136,7 +136,7 @@ def _differences(name: str, folder: str, workers: int = 0) -> list[str]:
 
 
 class Module(pl.LightningModule):
-    """Notes the images of each step."""
+    """Module that records the images of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Module(pl.LightningModule):
 
 
 class ReadsAll(pl.Callback):
-    """Reads the training loader to its end in hooks around the end of a fit, as for features of all images."""
+    """Callback that reads the whole training loader in hooks around the end of a fit, as for features of all images."""
 
     def __init__(self) -> None:
         self.read: dict[str, list[int]] = {}
@@ -204,7 +204,7 @@ def test_an_iterator_that_a_module_holds_next_to_the_loop_reads_its_own_pass():
 
 
 def test_a_look_while_the_loader_is_made_for_a_schedule_leaves_the_resumed_order(tmp_path):
-    """`estimated_stepping_batches` makes the loader before the checkpoint is read."""
+    """`estimated_stepping_batches` creates the loader before the checkpoint is read."""
 
     class Schedules(Module):
         def configure_optimizers(self) -> Any:
@@ -242,7 +242,7 @@ def test_a_look_at_the_users_own_combined_loader_leaves_training_as_it_was():
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end"])
 def test_a_look_that_replaces_the_iterators_of_training_is_refused_by_name(hook):
-    """The module's own `CombinedLoader` is Lightning's too, and `ddp` leaves out images in silence."""
+    """Lightning also uses the module's own `CombinedLoader`, and `ddp` would silently skip images."""
 
     class Keeps(Module):
         def train_dataloader(self) -> Any:
@@ -258,7 +258,7 @@ def test_a_look_that_replaces_the_iterators_of_training_is_refused_by_name(hook)
 
 
 class Generating(Sampler):
-    """Holds a generator, which cannot be copied."""
+    """Sampler that holds a generator, which cannot be copied."""
 
     def __init__(self) -> None:
         self.numbers = iter(number for number in range(100))
@@ -299,7 +299,7 @@ class Wrapping(HybridAllReduceStrategy):
 
 
 def test_a_strategy_that_wraps_the_loader_again_is_refused_by_name():
-    """Its iterators are not those that the loop holds: training would read plain passes, and a resume begin anew."""
+    """The loop would not hold the strategy's iterators, so a resumed run would start from the beginning."""
     trainer = toy.trainer(max_epochs=1, strategy=Wrapping())
     with pytest.raises(
         RuntimeError, match=r"\(=Wraps\) must be the one that the strategy's `process_dataloader`"
@@ -308,7 +308,7 @@ def test_a_strategy_that_wraps_the_loader_again_is_refused_by_name():
 
 
 class CountsBatches(DataLoader):
-    """Has a state of its own: a count of the batches that it gave."""
+    """Loader with its own state, a count of the batches that it returned."""
 
     num_given = 0
 
@@ -339,7 +339,7 @@ def test_a_checkpoint_after_a_look_has_the_state_after_the_loops_own_batch(tmp_p
 
 
 class Stream(IterableDataset):
-    """Counts what it has given, over all iterations."""
+    """Stream that counts the samples that it returned, over all iterations."""
 
     def __init__(self) -> None:
         self.num_given = 0
@@ -360,7 +360,7 @@ def test_a_look_at_a_stream_leaves_the_counts_of_the_data_set():
 
 
 class MovesBatches(Module):
-    """Moves batches by a hook of its own, so that no prefetcher stands around the loader."""
+    """Module that moves batches in its own hook, so that no prefetcher wraps the loader."""
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
@@ -384,7 +384,7 @@ def test_looks_without_a_prefetcher_leave_training_as_it_was(strategy):
 
 
 def test_the_loader_of_a_fit_can_be_given_to_another_one(tmp_path):
-    """`trainer.train_dataloader` belongs to its trainer, and the next one resumes from its own place."""
+    """`trainer.train_dataloader` belongs to its trainer, and the next trainer resumes from its own position."""
     first = toy.trainer(max_epochs=1)
     first.fit(Module(), DataLoader(range(16), 2, shuffle=True))
     whole = Module()
@@ -414,7 +414,7 @@ def test_two_looks_draw_other_numbers_and_leave_the_global_streams_as_they_were(
 
 
 def test_a_look_in_a_loop_of_ones_own_waits_for_no_trainer():
-    """A loader of this package without a trainer is moved by whoever reads it."""
+    """Without a trainer, any code that reads a loader of this package advances it."""
     loader = Numbers(EpochOrder(num_images=32, global_batch_size=4, seed=5))
     next(iter(loader))
     assert loader.batches_done == 1
@@ -441,7 +441,7 @@ def test_a_sampler_that_shuffles_its_own_list_keeps_its_order_under_looks():
 
 
 def test_a_trainer_can_be_pickled_and_copied_after_its_fit():
-    """`torch.save(module)` does so if the module has a reference to the trainer."""
+    """`torch.save(module)` pickles the trainer if the module refers to it."""
     trainer = toy.trainer(strategy=HybridAllReduceStrategy(), max_epochs=1)
     trainer.fit(toy.Toy(), toy.loader())
     unpickled = pickle.loads(pickle.dumps(trainer))

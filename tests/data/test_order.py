@@ -1,4 +1,4 @@
-"""Order of an epoch: every image once, in the same steps for any number of ranks, and resumed under any other."""
+"""Order of an epoch: every image once, in equal steps for any number of ranks, and resumed under any other."""
 
 import json
 
@@ -34,7 +34,7 @@ def loader(
 
 @st.composite
 def worlds(draw):
-    """Two pairs of ranks and accumulation that divide a global batch, its size, and the numbers of images and steps."""
+    """Draw two pairs of ranks and accumulation that divide a global batch, its size, and counts of images and steps."""
     shares = [(draw(st.integers(1, 4)), draw(st.integers(1, 3))) for _ in range(2)]
     batches_per_step = np.lcm.reduce([ranks * accumulate for ranks, accumulate in shares])
     global_batch_size = int(batches_per_step) * draw(st.integers(1, 3))
@@ -44,7 +44,7 @@ def worlds(draw):
 
 
 def steps_of(loaders, num_steps, accumulate) -> list[list[int]]:
-    """Return the images of the next steps by (batch of the step, rank), which is the order of one rank alone."""
+    """Return the images of the next steps by (batch of the step, rank), which is the order of a single rank."""
     iterators = [iter(loader) for loader in loaders]
     steps = []
     for _ in range(num_steps):
@@ -59,7 +59,7 @@ def steps_of(loaders, num_steps, accumulate) -> list[list[int]]:
 @settings(deadline=None, max_examples=60)
 @given(worlds(), st.integers(0, 5), st.integers(0, 2**31), st.data())
 def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data):
-    """Stop after some steps of an epoch, resume with another number of ranks and batches: no image twice, none lost."""
+    """Stopping and resuming with other ranks and batches neither repeats nor loses an image."""
     shares, global_batch_size, num_images, num_steps = world
     sizes = {"num_images": num_images, "global_batch_size": global_batch_size, "seed": seed}
     stop = data.draw(st.integers(0, num_steps))
@@ -74,7 +74,7 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
     before = steps_of(loaders, stop, accumulate)
     states = [reader.state_dict() for reader in loaders]
     assert all(state == states[0] for state in states)
-    # plain numbers, whatever reads the checkpoint
+    # Plain numbers, which any reader of the checkpoint can load.
     assert json.loads(json.dumps(states[0])) == states[0]
 
     resumed = [
@@ -157,7 +157,7 @@ def test_the_middle_of_a_step_is_refused_to_other_ranks_and_batches(change, name
 
 
 def test_without_a_trainer_only_the_epoch_after_the_resumed_one_may_follow():
-    """Lightning asks for another epoch where it counts one twice, and images would be left out silently."""
+    """If Lightning counts an epoch twice it requests another epoch, and images would silently be skipped."""
     first = loader()
     iterator = iter(first)
     for _ in range(3):
@@ -178,7 +178,7 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_one_may_follow():
     ):
         resumed_within.set_epoch(1)
     next(iter(resumed_within))
-    resumed_within.set_epoch(1)  # once it has read, its caller may continue with any epoch
+    resumed_within.set_epoch(1)  # after its first read, the caller may continue with any epoch
 
     resumed_at_the_end.set_epoch(1)
     with pytest.raises(
@@ -207,7 +207,7 @@ def test_evaluation_takes_every_image_once_in_equally_many_batches(
     assert len({len(batches) for batches in batches_of_ranks}) == 1
     largest = batch_size_per_rank
     if len(batches_of_ranks[0]) == num_images // ranks:
-        # one more batch would be empty on some rank, so a batch may have one more image
+        # One more batch would be empty on some rank, so a batch may have one more image.
         largest += 1
     images = []
     for batches in batches_of_ranks:

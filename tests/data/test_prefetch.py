@@ -1,4 +1,4 @@
-"""Same batches, same order, exact state, nothing left to move. Ahead only where the loader itself is."""
+"""Prefetcher: unchanged batches and order, exact state, complete moves, and lookahead if the loader reads ahead."""
 
 import copy
 import time
@@ -67,7 +67,7 @@ class Refilling:
 
 @pytest.mark.parametrize("num_workers", [0, 7])
 def test_a_batch_is_copied_before_the_loader_fills_its_memory_again(num_workers):
-    """The number of workers of a loader that is no `DataLoader` does not show whether memory is reused."""
+    """For other classes than `DataLoader`, the number of workers does not show whether memory is reused."""
     loader = Refilling()
     loader.num_workers = num_workers
     seen = [(inputs.tolist(), labels.tolist()) for inputs, labels in prefetch(loader, CPU)]
@@ -91,7 +91,7 @@ def test_which_loaders_read_ahead_themselves(loader, expected):
 
 
 def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out_and_the_state_is_of_that():
-    """The prefetcher does so on CUDA, for a loader that reads ahead itself."""
+    """On CUDA, the prefetcher does so for a loader that reads ahead itself."""
     loader = CountingLoader(4)
     resumed = prefetch(CountingLoader(4), CPU)
     ahead = prefetch(loader, CPU)

@@ -1,4 +1,4 @@
-"""Loaders and hooks that users have reported, resumed in the middle of an epoch: exact, with a warning, or refused."""
+"""Loaders and hooks reported by users, resumed in the middle of an epoch: exactly, with a warning or with an error."""
 
 import pickle
 import warnings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only", "ignore:The dat
 
 
 class Net(pl.LightningModule):
-    """Notes the step and the images of each batch."""
+    """Module that records the step and the images of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def fit(
 
 
 class LooksFirst(Net):
-    """Initialises from the first batch, as ActNorm does."""
+    """Module that initialises itself from the first batch, as ActNorm does."""
 
     def on_train_start(self) -> None:
         next(iter(self.trainer.train_dataloader))
@@ -149,7 +149,7 @@ class Buckets:
 
 
 class SilentBuckets(Buckets):
-    """Keeps its epoch under another name."""
+    """Batch sampler that stores its epoch under another name."""
 
     @property
     def epoch(self) -> None:
@@ -165,7 +165,7 @@ class SilentBuckets(Buckets):
 
 
 class SetsEpoch(pl.Callback):
-    """Sets the epoch of the batch sampler, counted from `first`."""
+    """Callback that sets the epoch of the batch sampler, counted from `first`."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -185,7 +185,7 @@ class SetsEpoch(pl.Callback):
     ids=["epoch", "another number", "not set", "epoch that is not shown"],
 )
 def test_a_batch_sampler_that_follows_from_set_epoch_resumes(tmp_path, make, callbacks):
-    """In the middle of an epoch, where the hook that sets it does not run, and at an epoch's end without an alarm."""
+    """The sampler resumes in the middle of an epoch, where the hook does not run, and silently at an epoch's end."""
 
     def run(**options: Any) -> tuple[list[Any], list[str]]:
         module = Net()
@@ -201,7 +201,7 @@ def test_a_batch_sampler_that_follows_from_set_epoch_resumes(tmp_path, make, cal
 
 
 def test_a_number_that_a_hook_gives_set_epoch_is_kept_as_under_ddp(tmp_path):
-    """The sampler's order is the user's, and not that of the loop's epoch."""
+    """The user's hook determines the order of the sampler, and not the epoch of the loop."""
 
     class Restarts(pl.Callback):
         def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -219,7 +219,7 @@ def test_a_number_that_a_hook_gives_set_epoch_is_kept_as_under_ddp(tmp_path):
 
 
 class SetOfEpoch(Dataset):
-    """A data set whose images depend on the epoch, as of a curriculum."""
+    """Data set whose images depend on the epoch, as in a curriculum."""
 
     epoch = 0
 
@@ -322,7 +322,7 @@ def test_a_generator_of_a_transform_below_a_subset_is_a_warning(tmp_path):
 
 
 class CountsEpochs(DataLoader):
-    """Its `collate_fn` reads the number of iterations so far."""
+    """Loader whose `collate_fn` reads the number of iterations so far."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.num_iterations = 0
@@ -351,7 +351,7 @@ def test_a_collate_fn_of_the_loader_reads_the_counts_of_the_loader_that_is_itera
 
 
 def test_workers_that_are_not_forked_receive_a_loader_of_the_users_class():
-    """Their `collate_fn` holds the loader, and the class that resumes cannot be pickled."""
+    """Their `collate_fn` refers to the loader, and the class that resumes exactly cannot be pickled."""
 
     class Reader:
         rank = seed = 0
@@ -379,7 +379,7 @@ def test_every_image_of_the_first_epoch_is_read_once_over_a_stop(tmp_path):
 
 
 def test_a_schedule_of_the_accumulation_makes_the_steps_that_are_left(tmp_path):
-    """The second epoch has two batches in a step, and the checkpoint is from the middle of its second step."""
+    """The second epoch has two batches per step, and the checkpoint is from the middle of its second step."""
 
     def run(**options: Any) -> list[Any]:
         module = Net()
@@ -401,7 +401,7 @@ class Stream(IterableDataset):
 
 
 def test_a_stream_resumes_after_whole_steps_of_the_interrupted_run(tmp_path):
-    """It is read before training starts, when the accumulation of that run must be known already."""
+    """The stream is read before training starts, when the accumulation of the interrupted run must already be known."""
 
     def run(accumulate: int, **options: Any) -> list[Any]:
         module = Net()

@@ -1,4 +1,4 @@
-"""Fits that end anywhere, in any way: the resumed fit trains on the remaining images, in order, bit for bit."""
+"""Fits that end at any point and in any way: the resumed fit trains on the remaining images bit for bit."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ class Numbered(InMemoryDataModule):
 
 
 class Reads(pl.LightningModule):
-    """Classifier that records its batches: epoch, batch, steps done before, images."""
+    """Classifier that records epoch, index, previous steps and images of its batches."""
 
     def __init__(self, schedule: str | None, asks_for_steps: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Reads(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.asks_for_steps:
-            _ = self.trainer.estimated_stepping_batches  # Lightning makes the loader now
+            _ = self.trainer.estimated_stepping_batches  # Lightning creates the loader now
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         if self.schedule is None:
             return optimizer
@@ -84,7 +84,7 @@ class Reads(pl.LightningModule):
 
 
 class Killed(BaseException):
-    """Substitute for SIGKILL: no callback of ours sees it."""
+    """Substitute for SIGKILL that no callback of ours catches."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class End:
     how: str  # "max_steps", "signal", "kill" or "error"
     after: int  # steps, or batches
     hook: str = ""
-    rank: int = 0  # that gets the signal
-    saves: str = "steps"  # who writes checkpoints
+    rank: int = 0  # receives the signal
+    saves: str = "steps"  # when checkpoints are written
     every: int = 1
     saves_at_end: bool = False
 
@@ -110,7 +110,7 @@ class Case:
 
 
 def end_here(end: End, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-    """End the fit by a signal, a kill or an error, once so many batches were begun."""
+    """End the fit by a signal, a kill or an error, once the given number of batches has begun."""
     if trainer.sanity_checking or len(module.read) != end.after:
         return
     if end.how == "error":
@@ -172,13 +172,13 @@ def trainer_of(case: Case, strategy: str, folder: str, end: End | None) -> pl.Tr
 def run(
     case: Case, strategy: str, folder: str, end: End | None, path: str | None
 ) -> dict[str, Any]:
-    """Fit until the end, from a checkpoint if there is one, and return the batches and the state of the trainer."""
+    """Fit until the end, optionally from a checkpoint, and return the batches and the state of the trainer."""
     module = Reads(case.schedule, case.asks_for_steps)
     batch = 2 * case.ranks * case.accumulate
     data = Numbered(batch * NUM_STEPS + 1, batch)
     trainer = trainer_of(case, strategy, folder, end)
     sources: dict[str, Any] = {"datamodule": data}
-    if case.is_own_loader:  # of a user, who gives no trainer where the strategy does
+    if case.is_own_loader:  # a user's loader, which has no access to the trainer
         data.trainer = trainer
         data.setup("fit")
         sources = {
@@ -203,7 +203,7 @@ def run(
 
 
 def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
-    """Return the first difference of a fit that ended and was resumed from an uninterrupted one."""
+    """Return the first difference between a fit that ended and resumed and an uninterrupted one."""
     whole = run(case, strategy, folder, None, None)
     path = None
     for number, end in enumerate((*case.ends, None)):
@@ -220,7 +220,7 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
         if result["read"] != expected:
             return f"{origin}read {result['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
-    # else Lightning counts nothing
+    # Without batches, Lightning counts nothing.
     counters = ("epoch", "batches", "steps of loggers") * bool(result["read"])
     for name in ("steps", "lr", *counters):
         if result[name] != whole[name]:
@@ -232,24 +232,24 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
 
 IN_LAST_EPOCH = End("max_steps", 9, saves="epochs")
 CHOSEN = {
-    # Lightning ends that epoch once more, and the run an epoch early
+    # Lightning ends that epoch once more, and the run one epoch early.
     "an epoch's end with max_steps": Case(
         ends=(End("kill", 6, "on_train_batch_start", saves="epochs"),), settings={"max_steps": 11}
     ),
-    # it counts that epoch, and the run ends at once
+    # Lightning counts that epoch, and the run ends at once.
     "max_steps in the last epoch": Case(ends=(IN_LAST_EPOCH,), settings={"val_check_interval": 1}),
     "the same, with a user's loader": Case(ends=(IN_LAST_EPOCH,), is_own_loader=True),
-    # it restores no loader that it made before it read the checkpoint
+    # Lightning does not restore a loader that it created before it read the checkpoint.
     "a loader made early": Case(
         ends=(End("kill", 7, "on_train_batch_start"),), asks_for_steps=True
     ),
-    # it trains on with a part of the step's gradients, without the batch that met the error
+    # Lightning continues with a part of the step's gradients, without the batch that raised the error.
     "an error within an epoch's last step": Case(
         ends=(End("error", 12, "on_before_backward", saves="epochs", saves_at_end=True),),
         accumulate=3,
         ranks=2,
     ),
-    # it leaves counters that lose the second epoch when it is resumed
+    # Lightning saves counters that lose the second epoch in a resumed run.
     "a last batch, then again": Case(
         ends=(
             End("kill", 5, "on_train_batch_start", saves="plain", every=4),

@@ -1,7 +1,7 @@
 """Loaders that users write, and comparisons of a resumed fit with an uninterrupted one.
 
-One uninterrupted fit of a kind writes checkpoints; a case is a fit that continues from one of them. Images are compared
-batch by batch, and the random numbers of their transforms.
+An uninterrupted fit of each kind writes checkpoints. A case is a fit that resumes from one of them. The images, and the
+random numbers of their transforms, are compared batch by batch.
 """
 
 import random
@@ -50,7 +50,7 @@ class Images(Dataset):
 
 
 class Stream(IterableDataset):
-    """Stream of images without a length: each rank and worker reads its share."""
+    """Stream of images without a length, of which each rank and worker reads its share."""
 
     def __init__(self, num_images: int = 32) -> None:
         self.num_images = num_images
@@ -68,7 +68,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """Stream with a state: it continues without reading again what was read."""
+    """Stream with a state, which resumes without reading earlier samples again."""
 
     done = 0
     is_resumed = False
@@ -92,7 +92,7 @@ class StatefulStream(Stream):
 
 
 class LiveStateStream(StatefulStream):
-    """Stream whose `state_dict` is the very dict in which it counts."""
+    """Stream whose `state_dict` is the dictionary in which it counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class LiveStateStream(StatefulStream):
 
 
 class Buckets(Sampler):
-    """A batch sampler that draws from NumPy: its own stream, or the global one."""
+    """Batch sampler that draws from NumPy, either from its own stream or from the global one."""
 
     def __init__(self, num_images: int = 32, *, is_own: bool) -> None:
         self.num_images = num_images
@@ -137,7 +137,7 @@ class Lazy(Sampler):
 
 
 class Counting(Sampler):
-    """Sampler that counts its own iterations, which no one can restore."""
+    """Sampler that counts its own iterations, which cannot be restored."""
 
     num_iterations = 0
 
@@ -171,7 +171,7 @@ def of(data: Any = None, batch_size: int = 2, **options: Any) -> DataLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Loader, built with a number of workers, and the trainer settings that go with it."""
+    """Loader, built with a number of workers, and the trainer settings that it needs."""
 
     make: Callable[..., Any]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -275,7 +275,7 @@ if find_spec("torchdata") is not None:
 
 
 class Reads(pl.LightningModule):
-    """Module that records its batches: number of the batch -> epoch, images, random numbers."""
+    """Module that records its batches by number, with epoch, images and random numbers."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class Reads(pl.LightningModule):
         images = []
         drawn = []
         for part in parts:
-            if part is None:  # of a loader that has ended before the others
+            if part is None:  # of a loader that ended before the others
                 images.append(None)
                 drawn.append(None)
             else:
@@ -366,7 +366,7 @@ STOPS = (0, 3, 8, 11, 20)  # batches done; 0: the end of the first epoch
 def outcomes(
     name: str, strategy: Any, workers: int, folder: str, stops: tuple[int, ...] = STOPS
 ) -> list[dict[str, Any]]:
-    """Return, on a rank, the differences of fits that continue from `stops` from an uninterrupted one."""
+    """Return the differences between fits that resume from `stops` and an uninterrupted one on this rank."""
     kind = KINDS[name]
     whole = fit(kind, strategy, workers, [Saves(folder, list(stops))]).read
     batches_per_epoch = 1 + max(number for number, (epoch, _, _) in whole.items() if epoch == 0)

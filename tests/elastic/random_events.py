@@ -1,9 +1,9 @@
-"""Random losses, joins and cuts of three hosts against one plain process.
+"""Random losses, joins and cuts of three hosts, compared with one plain process.
 
     python -m tests.elastic.random_events --events 500 --seed 0
 
-Prints a line for each run and how many steps differ in all. Ends with an error if a step differs, is missing or is made
-twice, or if a host ends otherwise than it should.
+The program prints one line per run and the total number of steps that differ. It ends with an error if a step differs,
+is missing or is made twice, or if a host does not end as it should.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def random_scene(num_events: int, seed: int) -> Scene:
         else:
             event = random_loss(living, step, draw)
             living.remove(event.host)
-            step += 1  # a loss soon after the step began has happened before the next event
+            step += 1  # so that a loss shortly after the step began happens before the next event
         events.append(event)
     return Scene(
         "".join(hosts), events, num_steps=step + 3, precision=PRECISIONS[seed % 2], silent_s=1.0
@@ -62,7 +62,7 @@ def random_scene(num_events: int, seed: int) -> Scene:
 
 
 def random_loss(living: list[str], step: int, draw: random.Random) -> Loss | Cut:
-    """Return a loss of one of these hosts. A cut and a loss after the sum need two others."""
+    """Return a random loss of one of these hosts. A cut or a loss after the all-reduce needs two other hosts."""
     host = draw.choice(living)
     remaining = [name for name in living if name != host]
     kinds = ["before", "within", "soon"]
@@ -75,7 +75,7 @@ def random_loss(living: list[str], step: int, draw: random.Random) -> Loss | Cut
         return Loss(host, step, "before")
     if kind == "within":
         shard = 0
-        if len(remaining) == 1:  # then a host has two shards
+        if len(remaining) == 1:  # then each host has two shards
             shard = draw.choice([0, 1])
         return Loss(host, step, "within", shard=shard)
     if kind == "soon":
@@ -92,7 +92,7 @@ def kind_of(event: Loss | Join | Cut) -> str:
 
 
 def faults_of(scene: Scene, outcome: Outcome) -> list[str]:
-    """Return the faults of a run other than different values: hosts without their steps or with a wrong end."""
+    """Return faults other than different values: hosts with missing steps or with an unexpected end."""
     lost = {event.host for event in scene.events if not isinstance(event, Join)}
     starts = {event.host: event.step for event in scene.events if isinstance(event, Join)}
     faults = []
@@ -137,7 +137,7 @@ def steps_that_differ(outcome: Outcome, scene: Scene) -> tuple[int, set[int], li
 
 @dataclass
 class Totals:
-    """Numbers over all runs."""
+    """Counts over all runs."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
@@ -146,7 +146,10 @@ class Totals:
 
 
 def run_scene(seed: int, num_events: int, totals: Totals, keep: Path | None) -> None:
-    """Run one random scene, print a line about it, and add it to the totals. `keep`: folder for files of a fault."""
+    """Run one random scene, print a line about it, and add it to the totals.
+
+    If the run fails, its files are moved to the folder `keep`.
+    """
     scene = random_scene(num_events, seed)
     folder = Path(tempfile.mkdtemp(prefix=f"random_events_{seed}_"))
     began_s = time.monotonic()
@@ -192,7 +195,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run random scenes until there were enough events, or the time is over."""
+    """Run random scenes until enough events have happened or the time limit is reached."""
     options = parse_arguments()
     began_s = time.monotonic()
     totals = Totals()

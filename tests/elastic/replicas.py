@@ -1,8 +1,9 @@
-"""Hosts of an elastic run as processes, with losses at steps that a test chooses, and one plain process beside them.
+"""Hosts of an elastic run as processes, with losses at chosen steps, and one plain process for comparison.
 
-The plain process has no elastic code: an ordinary loop of torch over all shards of a step. Gradients are sums of small
-integers, which are exact in every precision and order of additions, so that all hosts hold the bits of that process
-after each step, whatever hosts there were. They depend on the weights, on the images and on random numbers.
+The plain process has no elastic code. It is an ordinary torch loop over all shards of a step. Gradients are sums of
+small integers, which are exact in every precision and in every order of additions. After each step, all hosts must
+therefore hold the bits of the plain process, regardless of which hosts were present. The gradients depend on the
+weights, the images and random numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ BATCH_SIZE = 2
 STEPS_PER_EPOCH = 5
 NUM_FEATURES = 6
 SEED = 7
-LOSS_SCALE = 16.0  # small enough for sums of these integers in fp16, large enough to show where it is left out
+# small enough for sums of these integers in fp16, and large enough to expose code that omits it
+LOSS_SCALE = 16.0
 WAIT_LIMIT_S = 120.0
 
 
@@ -51,10 +53,12 @@ class Loss:
     """Death of a host at a step: SIGKILL to all its ranks.
 
     Attributes:
-        when: "before" the step, as Lightning has read its batch, and the others know before they begin the step;
-            "within" it, before the backward of a shard; "after" the sum, as `ahead` has made the step, and `late`,
-            which has the sum too, has not; "soon", `delay_s` after the step began, and before the next one begins.
-        shard: number of the shard among those of the host.
+        when: "before" the step: Lightning has read the batch of the host that dies, and the other hosts know of the
+        death
+            before they begin the step; "within" the step: before the backward pass of a shard; "after" the all-reduce:
+            `ahead` has made the step, and `late`, which also has the result, has not; "soon": `delay_s` after the step
+            began, and before the next step begins.
+        shard: Index of the shard among the shards of the host.
     """
 
     host: str
@@ -68,7 +72,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Join:
-    """Start of a host as the others are before a step, which they begin once its view is there."""
+    """Start of a host before a step. The other hosts begin that step once they share a view with the new host."""
 
     host: str
     step: int
@@ -76,7 +80,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut of all links of a host before a step: it hears nobody, and nobody hears it."""
+    """Cut of all links of a host before a step: it cannot reach any other host and cannot be reached."""
 
     host: str
     step: int
@@ -84,23 +88,23 @@ class Cut:
 
 @dataclass(frozen=True)
 class Scene:
-    """A run: its hosts in the order in which they start, and the events that happen to it."""
+    """Hosts of a run in the order in which they start, and the events during the run."""
 
     hosts: str
     events: Sequence[Loss | Join | Cut] = ()
     num_steps: int = 8
     precision: str = "32-true"
-    ranks: int = 1  # of each host
+    ranks: int = 1  # per host
     max_hosts: int = NUM_SHARDS
     silent_s: float = 2.0
-    # of networks that are not that of the others, by host
+    # Widths of networks that differ from the network of the other hosts, by host.
     widths: Mapping[str, int] = field(default_factory=dict)
-    # False: who asks to join is refused, and has ended before the others begin the step.
+    # False: a joining host is rejected, and has exited before the others begin the step.
     join_ends_view: bool = True
 
     @property
     def first_hosts(self) -> list[str]:
-        """Hosts that are there from the beginning."""
+        """Return the hosts that are present from the beginning."""
         later = {event.host for event in self.events if isinstance(event, Join)}
         return [host for host in self.hosts if host not in later]
 
@@ -119,7 +123,7 @@ class ExactNet(nn.Module):
 
 
 def integer_loss(weight: Tensor, shift: Tensor, norm: nn.Module, images: Tensor) -> Tensor:
-    """Return a loss whose gradients are integers of at most 51, which depend on weights, images and random numbers."""
+    """Return a loss with integer gradients of at most 51 that depend on weights, images and random numbers."""
     width = weight.numel()
     features = images[:, :width].float()
     norm(features + weight.detach().float())
@@ -132,7 +136,7 @@ def integer_loss(weight: Tensor, shift: Tensor, norm: nn.Module, images: Tensor)
 
 
 def images_of_run() -> TensorDataset:
-    """Return the data set, in which each image is another one."""
+    """Return the data set, in which all images differ."""
     generator = torch.Generator().manual_seed(1)
     num_images = NUM_SHARDS * BATCH_SIZE * STEPS_PER_EPOCH
     return TensorDataset(torch.randint(0, 8, (num_images, NUM_FEATURES), generator=generator))
@@ -145,7 +149,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 def record_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, draw: Tensor
 ) -> dict[str, Tensor]:
-    """Return all that must be the same after a step."""
+    """Return all values that must be equal after a step."""
     record = {name: value.detach().clone() for name, value in net.state_dict().items()}
     for name, parameter in net.named_parameters():
         record[f"momentum of {name}"] = optimizer.state[parameter]["momentum_buffer"].clone()
@@ -156,7 +160,7 @@ def record_of(
 
 
 def plain_run(num_steps: int, precision: str = "32-true") -> list[dict[str, Tensor]]:
-    """Train on all shards of each step in this process. Return the record of each step."""
+    """Train on all shards of each step in this process, and return the record of each step."""
     net = ExactNet()
     optimizer = optimizer_of(net.parameters())
     records: list[dict[str, Tensor]] = []
@@ -199,7 +203,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def all_shards() -> Iterator[list[Tensor]]:
-    """Yield the batches of all shards, step after step: those of as many ranks under `ddp`."""
+    """Yield the batches of all shards step by step, as this number of ranks reads them under `ddp`."""
     data = images_of_run()
     epoch = 0
     while True:
@@ -219,22 +223,22 @@ def all_shards() -> Iterator[list[Tensor]]:
 
 
 class Injector:
-    """Events of a scene as one rank sees them."""
+    """Injector that triggers the events of a scene on one rank."""
 
     def __init__(self, scene: Scene, host: str, folder: Path) -> None:
         self.scene = scene
         self.host = host
         self.folder = folder
         self.strategy: Any = None
-        self._step_of_sum = -1  # whose sums this rank has had already
+        self._step_of_sum = -1  # the step whose all-reduced gradients this rank already received
         self._num_shards_begun = 0
-        self._view_before = -1  # number of the view in which the step before began
+        self._view_before = -1  # number of the view in which the previous step began
 
     def events_at(self, step: int) -> list[Loss | Join | Cut]:
         return [event for event in self.scene.events if event.step == step]
 
     def before_step(self, step: int) -> None:
-        """Let happen what happens between two steps. The others wait until they know."""
+        """Trigger the events between two steps. The other hosts wait until they know of them."""
         self._num_shards_begun = 0
         self._end_step_of_a_loss_soon(step - 1)
         self._view_before = self.strategy._fit._views.groups.number
@@ -247,7 +251,7 @@ class Injector:
                 (self.folder / f"at_{step}").touch()
                 if isinstance(event, Join) and not self.scene.join_ends_view:
                     wait_for(lambda event=event: (self.folder / f"end_{event.host}_0").exists())
-                elif not isinstance(event, Cut):  # that they see in a sum which does not end
+                elif not isinstance(event, Cut):  # hosts notice a cut in an all-reduce
                     self.wait_for_end_of_view()
             elif isinstance(event, Loss):
                 die()
@@ -257,12 +261,12 @@ class Injector:
                 self.wait_for_end_of_view()
 
     def _end_step_of_a_loss_soon(self, step: int) -> None:
-        """Wait for a death that began in a step, so that events of later steps come after it."""
+        """Wait for a death that began in a step, so that events of later steps happen after it."""
         for event in self.events_at(step):
             if not isinstance(event, Loss) or event.when != "soon":
                 continue
             if event.host == self.host:
-                time.sleep(WAIT_LIMIT_S)  # until it dies
+                time.sleep(WAIT_LIMIT_S)  # until the process dies
             of_run = self.strategy._fit._views
             if of_run.groups.number == self._view_before:
                 self.wait_for_end_of_view()
@@ -276,7 +280,7 @@ class Injector:
         self._num_shards_begun += 1
 
     def after_sum(self, step: int) -> None:
-        """Let happen what happens while a rank has all sums of a step, and has not made it. In the first attempt."""
+        """Trigger the events between the all-reduce and the step, in the first attempt of the step."""
         if step == self._step_of_sum:
             return
         self._step_of_sum = step
@@ -307,11 +311,12 @@ def wait_for(condition: Any, limit_s: float = WAIT_LIMIT_S) -> None:
 
 
 class MembershipThatBegins(Membership):
-    """Membership of a run that begins with all hosts of `min_hosts`, and goes on with any number of hosts.
+    """Membership of a run that begins with all `min_hosts` hosts and continues with any number of hosts.
 
     Attributes:
-        founds_after_s: how long a host waits for others before it founds a run. One that joins must have time to be
-            called by the run, of which no host may hold an address of `meet` any more: else it founds another run.
+        founds_after_s: Seconds for which a host waits for others before it founds a run. A joining host must wait long
+            enough for the run to contact it, because the `meet` addresses may no longer belong to any host of the run.
+            Otherwise it founds a second run.
     """
 
     founds_after_s = 0.3
@@ -327,12 +332,12 @@ class MembershipThatBegins(Membership):
 
 
 class ExactModule(pl.LightningModule):
-    """Module of a rank: trains an `ExactNet`, and writes a record after each step."""
+    """Module of a rank that trains an `ExactNet` and writes a record after each step."""
 
     def __init__(self, injector: Injector, rows: Path, width: int) -> None:
         super().__init__()
         self.net = ExactNet(width)
-        self._injector = [injector]  # in a list: nothing that Lightning looks into
+        self._injector = [injector]  # wrapped in a list to hide it from Lightning
         self._rows = rows
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -363,14 +368,14 @@ class ExactModule(pl.LightningModule):
 
 
 def rank_main(scene: Scene, host: str, local: int, meet: str, port: int, folder: Path) -> None:
-    """Train on one rank, as a launcher on its host starts it."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the server of forks
+    """Train on one rank, as a launcher on its host would start it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the fork server
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(
             os.open(folder / f"{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND),
             number,
         )
-    faulthandler.register(signal.SIGUSR1)  # a run that does not end is asked for its stacks
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
     os.environ |= {
         "RANK": str(local),
         "LOCAL_RANK": str(local),
@@ -393,7 +398,7 @@ def rank_main(scene: Scene, host: str, local: int, meet: str, port: int, folder:
         end = f"{type(error).__name__}: {error}"
     except BaseException:
         end = traceback.format_exc()
-    # Written at once as a whole: the process may be killed meanwhile.
+    # Write the file atomically, because the process may be killed at any time.
     unfinished = folder / f"unfinished_{host}_{local}_{os.getpid()}"
     unfinished.write_text(end)
     unfinished.rename(folder / f"end_{host}_{local}")
@@ -447,8 +452,8 @@ class Outcome:
     """Records and ends of a run.
 
     Attributes:
-        records: of each step that a rank made or took, in order, by host and local rank.
-        ends: how each rank ended, by host and local rank; ranks that were killed have no end.
+        records: Record of each step that a rank made or received, in order, by host and local rank.
+        ends: How each rank ended, by host and local rank. Killed ranks have no entry.
     """
 
     records: dict[tuple[str, int], list[tuple[int, dict[str, Tensor]]]] = field(
@@ -504,7 +509,7 @@ def run(scene: Scene, folder: Path, *, limit_s: float = WAIT_LIMIT_S) -> Outcome
 
 
 def ask_for_stacks(processes: Mapping[str, Sequence[Any]]) -> None:
-    """Let each rank that still runs write where its threads are."""
+    """Make each rank that is still running write the stacks of its threads."""
     for ranks in processes.values():
         for process in ranks:
             if process.is_alive():
@@ -525,7 +530,7 @@ def outcome_of(scene: Scene, folder: Path) -> Outcome:
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Tensor]]]:
-    """Read the records of a rank. One that was being written as it was killed counts for nothing."""
+    """Read the records of a rank, and ignore one that was incomplete when the rank was killed."""
     records = []
     with path.open("rb") as file:
         while True:
@@ -536,7 +541,7 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Tensor]]]:
 
 
 def state_of(folder: Path) -> str:
-    """Return what ranks have said last, for an error."""
+    """Return the last output of all ranks, for an error message."""
     words = [f"{path.name}: {path.read_text()[-4000:]}" for path in sorted(folder.glob("err_*"))]
     words += [f"{path.name}: {path.read_text()[-4000:]}" for path in sorted(folder.glob("end_*"))]
     return "\n".join(
@@ -545,7 +550,7 @@ def state_of(folder: Path) -> str:
 
 
 def differences(outcome: Outcome, wanted: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """Name each value of each step in which a rank is not what the plain process is."""
+    """Return a line for each value of each step in which a rank differs from the plain process."""
     words = []
     for (host, local), records in outcome.records.items():
         steps = [step for step, _ in records]
@@ -565,8 +570,8 @@ def differences(outcome: Outcome, wanted: Sequence[Mapping[str, Tensor]]) -> lis
 
 
 def is_same(name: str, value: Tensor, wanted: Tensor) -> bool:
-    """Return whether a value is the same: to the bit, but for the mean of losses, which are no integers."""
+    """Return whether two values are equal. Only the mean of losses, which is not an integer, may differ by rounding."""
     if name == "mean loss":
-        # two roundings of fp32 on a rank, and a few
+        # Two roundings of fp32 on a rank, and a margin.
         return torch.allclose(value, wanted, rtol=4 * 2**-24, atol=0.0)
     return torch.equal(value, wanted)

@@ -1,4 +1,4 @@
-"""Options and runs that an elastic strategy refuses: every row makes its error, and the page has all rows."""
+"""Options and runs that an elastic strategy rejects: every row raises its error, and the page lists all rows."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ TRAINER = {
 
 
 def module(*layers, is_automatic=True, **of_trainer):
-    """Return the parts of a module that the check looks at."""
+    """Return a module with the attributes that the check reads."""
     network = nn.Sequential(nn.Linear(2, 2), *layers)
     network.automatic_optimization = is_automatic
     network.trainer = SimpleNamespace(**{**TRAINER, **of_trainer})
@@ -67,7 +67,7 @@ RUNS = {
 
 
 def refuse(name):
-    """Ask an elastic strategy for what a row excludes."""
+    """Request from an elastic strategy a feature that a row excludes."""
     if name in OPTIONS:
         HybridElasticStrategy(**HOSTS, **OPTIONS[name])
     features = features_of_run(RUNS[name](), has_exact_resume=name != "inexact resume")

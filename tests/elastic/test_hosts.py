@@ -1,4 +1,4 @@
-"""Hosts that fail and join during a run: processes of their own, as `tests.netlab.recovery` starts them."""
+"""Hosts that fail and join during a run. Each host is a process, started by `tests.netlab.recovery`."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ OPTIONS = {
 
 
 def lose_hosts(folder: Path, **options: Any) -> dict[str, Any]:
-    """Lose hosts, and compare every step with those of the reference."""
+    """Lose hosts, and compare every step with the reference."""
     warm_context()
     options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02} | options
     run, losses = recovery.disturbed(options, folder / "run")
@@ -40,7 +40,7 @@ def test_a_run_continues_without_a_lost_host_and_admits_it_again_to_the_bit(tmp_
 
 
 def test_the_first_step_of_a_view_has_the_bits_of_any_other_step(tmp_path: Path) -> None:
-    """Its gradients are averaged outside of DDP's buckets, in the same dtype and with the same loss scale."""
+    """The first step averages gradients outside of DDP's buckets, in the same dtype and with the same loss scale."""
     warm_context()
     options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02}
     in_one_view = recovery.reference(options, tmp_path / "one", [(0, 6, 2)])
@@ -66,7 +66,7 @@ def test_a_host_that_received_other_weights_is_named_before_a_step(tmp_path: Pat
 
 
 def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
-    """`Trainer(max_steps=2000)`, without options of the strategy except those about hosts."""
+    """A run of `Trainer(max_steps=2000)` trains with no strategy options except those about hosts."""
     warm_context()
     options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02}
     run = recovery.Hosts(options, tmp_path, {"end": 2_000, "min_hosts": 2})

@@ -1,4 +1,4 @@
-"""The launch that the page of elastic runs shows: `torchrun --nnodes=1 --max-restarts=...`."""
+"""Launch command on the page about elastic runs: `torchrun --nnodes=1 --max-restarts=...`."""
 
 import os
 import subprocess

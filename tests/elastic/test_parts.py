@@ -1,4 +1,4 @@
-"""Parts of an elastic step: shards, flat buckets, logs."""
+"""Building blocks of an elastic step: shards, flat buckets and logs."""
 
 import threading
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def labels_of(loader: Any) -> list[list[int]]:
 
 
 class Reads:
-    """Run that reads a loader, each epoch from its first batch."""
+    """Run that reads a loader from the first batch of each epoch."""
 
     rank = 0
     world_size = NUM_SHARDS
@@ -86,7 +86,7 @@ class Reads:
 
 
 def unchanged(loader: Any) -> Any:
-    """Return the loader as it is, where the strategy would process it."""
+    """Return the loader unchanged, in place of the strategy's processing."""
     return loader
 
 
@@ -119,7 +119,7 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
             assert read == [of_ranks[1][step]], f"step {step}"
         else:
             assert read == [of_ranks[0][step], of_ranks[1][step]], f"step {step}"
-        # the batch of step 2 was read before the loss
+        # The batch of step 2 was read before the loss.
         first_shard = 1 if step <= 2 else 0
         assert batch[1].tolist() == of_ranks[first_shard][step], f"step {step}"
         num_steps += 1
@@ -128,7 +128,7 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
 
 def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
     fit = ElasticFit.__new__(ElasticFit)
-    # hosts have met before Lightning asks
+    # Hosts have met before Lightning asks for the loader.
     fit._loader = None
     fit._shards = [2]
     loader = fit.deal(own_loader(), Reads(), unchanged)
@@ -178,7 +178,7 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
     views.groups.cut = lambda: cut.append("groups")
     views._on_change(3, "a host is lost")
     assert cut == ["comm: a host joins", "groups"]
-    assert not views.agrees(False, "")  # others of the host may wait for this one
+    assert not views.agrees(False, "")  # other ranks of the host may wait for this one
     assert cut[2:] == [
         "an all-reduce failed on host a: a host joins",
         "comm: a host joins",
@@ -222,26 +222,27 @@ def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what
     monkeypatch.setitem(vars(rank_zero_only), "rank", 0)
     monkeypatch.setattr(held_loggers, "monotonic", lambda: now[0])
     held = held_loggers.HeldLoggers([logger])
-    assert rank_zero_only.rank == 1  # so that Lightning opens none
+    assert rank_zero_only.rank == 1  # so that Lightning opens no logger
     held.let_lightning_open()
     assert rank_zero_only.rank == 0
-    monkeypatch.setitem(vars(rank_zero_only), "rank", 3)  # of a view
+    monkeypatch.setitem(vars(rank_zero_only), "rank", 3)  # the rank in a view
     held.let_lightning_open()
     assert rank_zero_only.rank == 3
     logger.log_hyperparams("settings")
     held.meet(is_first=False)
-    assert logger.done == []  # another host has opened its own
-    row: dict[str, float] = {}  # one for all steps
+    assert logger.done == []  # another host has opened its own loggers
+    row: dict[str, float] = {}  # one dictionary for all steps
     for step, now[0] in enumerate((0.0, 50.0, 130.0)):
         row["loss"] = float(step)
-        logger.log_metrics(row, step=step)  # by itself, Lightning writes nothing on such a rank
+        logger.log_metrics(row, step=step)  # Lightning itself writes nothing on such a rank
         held.after_step()
     logger.done.clear()
     held.meet(is_first=True)
     logger.log_metrics({}, step=3)
-    assert logger.done == []  # others wait for the view, and not for what opens
+    # other hosts wait for the view, and must not wait for loggers that open
+    assert logger.done == []
     held.after_step()
-    held.meet(is_first=True)  # still, in another view
+    held.meet(is_first=True)  # still the first, in another view
     held.after_step()
     assert logger.done == ["settings", 1, 2, 3]
     logger.log_metrics({}, step=4)
@@ -279,7 +280,7 @@ def test_buffers_are_copied_whatever_their_dtypes_and_shared_in_one_message() ->
     copy.put_back()
     assert same(dict(receiver.named_buffers()), dict(network(2).named_buffers()))
 
-    receiver[0].mask = torch.ones(5)  # another layout
+    receiver[0].mask = torch.ones(5)  # a different layout
     copy.take()
     receiver[0].mask.zero_()
     copy.put_back()
@@ -319,7 +320,7 @@ def test_a_step_counts_for_the_view_that_made_it_and_not_for_one_that_received_i
 
 
 class Logging(pl.LightningModule):
-    """Module that logs by a metric, without and with a reduction over ranks."""
+    """Module that logs with a metric, and with and without a reduction over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,13 +333,13 @@ class Logging(pl.LightningModule):
 
 
 def as_it_is(value: Any, **_: Any) -> Any:
-    """Reduce as within an elastic step."""
+    """Return the value unreduced, as within an elastic step."""
     return value
 
 
 @dataclass
 class LoggingHost:
-    """A host's logging module, its collection of results, and the logs of its epoch."""
+    """Logging module of a host, its collection of results, and the logs of its epoch."""
 
     module: Logging
     results: Any
@@ -366,7 +367,7 @@ def started(*, is_first: bool = True) -> LoggingHost:
 def logged_by(
     shards: list[float], *, attempts: int, steps: int = 2, joins_after: int | None = None
 ) -> dict[str, float]:
-    """Log steps of these shards, of which all but the last attempt are dropped. A joiner has what was sent to it."""
+    """Log steps of these shards and drop all attempts but the last. A joining host receives the earlier logs."""
     host = started()
     for step in range(steps):
         if step == joins_after:
@@ -423,7 +424,7 @@ def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_
     for value in (1.0, 2.0):
         for host in (ahead, behind):
             step(host, value).share(lambda flat: None, num_shards=1, is_first_of_host=True)
-    step(behind, 7.0).restore()  # its sums never came
+    step(behind, 7.0).restore()  # the all-reduce results never arrived
     ahead.module._trainer.is_last_batch = True
     step(ahead, 6.0).share(lambda flat: None, num_shards=1, is_first_of_host=True)
     ahead.epoch.commit()
@@ -437,7 +438,7 @@ def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_
 
 
 def test_received_metric_states_move_to_the_device_of_the_metric() -> None:
-    """States are sent by way of the CPU, and the next update adds tensors on the metric's device."""
+    """Received metric states move to the metric's device, because they are sent through the CPU."""
     ahead = started()
     behind = started()
     for host in (ahead, behind):
@@ -464,7 +465,7 @@ def test_a_loss_scale_before_its_first_step_continues_alike_on_the_host_that_rec
                 value = torch.tensor(largest)
             scale.update(torch.tensor(found_inf), value)
         assert sent.value == received.value
-    # 3 needs an exponent of 2, and there are 12 below the largest of fp16
+    # 3 needs an exponent of 2, which is 12 below the largest exponent of fp16.
     assert sent.value == 1024.0
 
 

@@ -1,4 +1,4 @@
-"""Elastic runs whose hosts are lost, join and are cut off at chosen steps, against one plain process."""
+"""Elastic runs with losses, joins and cuts at chosen steps, compared with one plain process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ SCENES = {
     ),
 }
 
-# The sums of several shards, in fp32 and rounded once; each has another way.
+# Each case reduces several shards in a different way, in fp32 with a single rounding.
 IN_HALF_PRECISION = (
     "one host has all shards",
     "losses within a step, until one host has all shards",
@@ -44,7 +44,7 @@ IN_HALF_PRECISION = (
 
 
 def check(scene: Scene, outcome: Outcome) -> None:
-    """Check every value of every step of every rank, and that those which were not lost made all steps."""
+    """Check every value of every step on every rank, and that all surviving ranks made every step."""
     words = differences(outcome, plain_run(scene.num_steps, scene.precision))
     assert not words, "\n".join(words[:10])
     lost = {event.host for event in scene.events if not isinstance(event, Join)}
@@ -93,7 +93,7 @@ def test_every_step_has_the_bits_of_one_plain_process_in_half_precision(
 def test_random_losses_joins_and_cuts_leave_the_bits_of_one_plain_process(
     tmp_path: Path, seed: int
 ) -> None:
-    """More of them: `python -m tests.elastic.random_events`."""
+    """Two random scenes match the plain process. `python -m tests.elastic.random_events` runs more of them."""
     scene = random_events.random_scene(random_events.EVENTS_PER_RUN, seed)
     outcome = run(scene, tmp_path, limit_s=300.0)
     num_made, differing, words = random_events.steps_that_differ(outcome, scene)
@@ -113,7 +113,7 @@ def test_a_host_with_another_network_is_refused_and_the_run_goes_on(tmp_path: Pa
 
 
 def vote_of_this_rank() -> list[bool]:
-    """Vote in turns: all for it, the first rank against it, another rank against it, all against it."""
+    """Vote in turn: all in favour, the first rank against, another rank against, all against."""
     rank = dist.get_rank()
     vote = HostVote(Topology.from_ranks_per_node(rank=rank, world_size=3, ranks_per_node=3))
     return [vote(rank not in against) for against in ((), (0,), (1,), (2,), (0, 1, 2), ())]

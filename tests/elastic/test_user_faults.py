@@ -1,4 +1,4 @@
-"""User code under `elastic` on a single host: resumes in other layouts, refusals, consecutive fits."""
+"""User code under `elastic` on a single host: resumes in other layouts, errors, consecutive fits."""
 
 import socket
 from functools import partial
@@ -44,7 +44,7 @@ def shuffled(num_images: int = 32, batch_size: int = 2) -> DataLoader[Any]:
 
 
 class KeepsImages(Net):
-    """Module that keeps the images of all its steps."""
+    """Module that records the images of all its steps."""
 
     kept: list[list[int]]
 
@@ -71,13 +71,16 @@ def assert_same_weights(weights: dict[str, Any], expected: dict[str, Any]) -> No
 
 def fit_alone(**scene: Any) -> list[list[int]]:
     """Fit on this host, and return the images of its batches."""
-    fit(module=KeepsImages, warns=True, **scene)  # of addresses of this machine alone
+    fit(module=KeepsImages, warns=True, **scene)  # warns about addresses of this machine only
     return KeepsImages.kept
 
 
 @pytest.fixture
 def checkpoint_of_two_hosts(tmp_path: Path) -> str:
-    """Return a checkpoint of a run of two hosts, of which one is there, after 3 of 8 steps and 12 of 32 images."""
+    """Return a checkpoint after 3 of 8 steps and 12 of 32 images.
+
+    The run is for two hosts, of which only one is present.
+    """
     path = str(tmp_path / "two.ckpt")
     fit_alone(train=shuffled, save_to=path, max_steps=3, **elastic(2))
     return path
@@ -179,7 +182,7 @@ def test_a_callback_that_reads_the_training_loader_changes_no_batch(
 
 
 class PlansItsRate(KeepsImages):
-    """Module that reads the number of steps of the run, as a schedule of one cycle does."""
+    """Module that reads the number of steps of the run, as a one-cycle schedule does."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.01)
@@ -201,7 +204,7 @@ def test_a_schedule_over_the_steps_of_the_run_resumes(tmp_path: Path) -> None:
 
 
 def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
-    """Both fits must have one `reduce`, or Lightning sees different arguments of `log`."""
+    """Two fits use the same `reduce` function. Otherwise Lightning would see different arguments of `log`."""
     scene = elastic(1)
     strategy_type = scene.pop("kind")
     hosts = {name: scene.pop(name) for name in ("max_hosts", "meet", "silent_s")}
@@ -240,7 +243,7 @@ def test_an_option_or_loader_that_an_elastic_run_cannot_have_is_refused_by_name(
     scene = {"train": shuffled, **elastic(2), **options}
     try:
         error = fit(module=Net, raises=True, warns=True, **scene).error
-    except ValueError as refused:  # before there is a trainer
+    except ValueError as refused:  # raised before a trainer exists
         error = str(refused)
     assert name in error
 
@@ -252,7 +255,7 @@ def test_a_launch_over_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 class InPairs(BatchSampler):
-    """Batch sampler of a user."""
+    """A user's batch sampler."""
 
 
 class LogsAuroc(Net):
@@ -331,7 +334,7 @@ def test_a_loss_over_the_pairs_of_all_ranks_is_refused() -> None:
 
 
 class ReadsAnotherLoader(pl.Callback):
-    """Callback that reads training images in the middle of an epoch, as a recalibration of statistics does."""
+    """Callback that reads training images in the middle of an epoch, for example to recalibrate statistics."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int

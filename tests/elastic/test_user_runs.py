@@ -1,4 +1,4 @@
-"""Runs of users: a plain `DataLoader(shuffle=True)`, hosts that join and fail in the middle of an epoch, resumes."""
+"""Runs of users with a plain `DataLoader(shuffle=True)`: hosts join and fail in the middle of an epoch, runs resume."""
 
 import csv
 import random
@@ -59,7 +59,7 @@ def test_a_run_that_max_steps_ended_within_an_epoch_resumes_with_the_remaining_i
 
 
 class StopsInStep(pl.Callback):
-    """Callback that stops a fit after a step, as a time limit of this host would."""
+    """Callback that stops the fit after a given step, as a time limit on this host would."""
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
@@ -116,7 +116,7 @@ def test_all_hosts_stop_after_the_same_step_if_one_stops(
     assert ends["a"]["weights"] == ends["b"]["weights"]
 
 
-# ---- hosts that were started otherwise ------------------------------------------------------------------
+# ---- hosts that were started with other settings --------------------------------------------------------
 
 
 class OtherRate(Net):
@@ -156,7 +156,7 @@ def test_a_host_that_would_train_something_else_is_refused_with_what_differs(
 
 
 class Spoils(pl.Callback):
-    """Callback that changes a weight of this host, as a faulty memory does."""
+    """Callback that changes a weight on this host, as faulty memory would."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 5:
@@ -240,7 +240,7 @@ def saves_often(folder: Path) -> list[Any]:
 
 
 class Scheduled(Net):
-    """Module with a schedule of steps."""
+    """Module with a learning-rate schedule by step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
@@ -315,7 +315,8 @@ def test_a_run_with_losses_joins_and_a_full_stop_has_the_weights_of_an_undisturb
     for step, expected_images in expected.items():
         missing = sorted(set(expected_images) - set(images[step]))
         if missing:
-            # Read by a host that was killed after the sum of the step and before it wrote its row.
+            # These images were read by a host that was killed after the all-reduce of the step and before it wrote its
+            # row.
             assert missing in run.batches_of_step(step), f"step {step}"
         assert sorted(images[step] + missing) == expected_images, f"step {step}"
     assert run.digests() == reference.digests()

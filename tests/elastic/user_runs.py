@@ -1,11 +1,11 @@
-"""Elastic runs as users write them: each host is a process of its own, with a plain `DataLoader(shuffle=True)`.
+"""Elastic runs as users write them: each host is a separate process with a plain `DataLoader(shuffle=True)`.
 
     run = UserHosts(tmp_path, UserScene(max_steps=24))
     run.start("a")
     run.wait("the end", run.has_ended("a"))
     run.images_of_steps()       # of all hosts, by step
 
-A scene crosses to the hosts by pickle: what it holds stands at the top of a file.
+A scene is pickled to reach the hosts, so its classes and functions must be defined at module level.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from tests.rank_pool import warm_context
 
 
 class Numbered(Dataset):
-    """Data set of images that are their own numbers, with noise from the global stream, as a random crop draws it."""
+    """Data set whose images are their own indices plus noise from the global random stream, as in a random crop."""
 
     def __init__(self, num_images: int) -> None:
         self.num_images = num_images
@@ -43,14 +43,14 @@ class Numbered(Dataset):
 
 
 class Net(pl.LightningModule):
-    """Small regression that records the images that it has read in a step."""
+    """Small regression module that records the images that it reads in each step."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(3, 1)
-        self.images_read: list[list[int]] = []  # in the attempts of a step
-        self.shards_then: list[list[int]] = []  # of this rank
+        self.images_read: list[list[int]] = []  # in all attempts of a step
+        self.shards_then: list[list[int]] = []  # shards of this rank in each step
 
     def loss(self, batch: Any) -> Tensor:
         images, noise = batch
@@ -83,13 +83,13 @@ class Net(pl.LightningModule):
 
 
 def shuffled(scene: "UserScene") -> DataLoader[Any]:
-    """Make the loader that most users write."""
+    """Return a loader as most users write it."""
     return DataLoader(Numbered(scene.num_images), scene.batch_size, shuffle=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserScene:
-    """Choices of a user for an elastic run."""
+    """Settings of a user for an elastic run."""
 
     module: Callable[[], pl.LightningModule] = Net
     loader: Callable[["UserScene"], Any] = shuffled
@@ -103,16 +103,16 @@ class UserScene:
     max_steps: int = -1
     max_epochs: int | None = None
     pause_s: float = 0.0
-    # steps after which a host waits for others, while some are missing
+    # Steps after which a host waits while other hosts are missing.
     hold_after: tuple[int, ...] = ()
-    wait_s: float = 0.5  # of the first meeting for more hosts than `min_hosts`
+    wait_s: float = 0.5  # time that the first meeting waits for more hosts than `min_hosts`
     ckpt_path: str | None = None
     save_to: str | None = None
     seed: int | None = None
     elastic: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
-    fits: int = 1  # on one trainer
+    fits: int = 1  # consecutive fits on one trainer
 
 
 class _Notes(pl.Callback):
@@ -127,7 +127,7 @@ class _Notes(pl.Callback):
         module.shards_then.clear()
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
-        # Before any sum: a host that is killed after a sum has no row of the step.
+        # Before any all-reduce: a host that is killed after it has no row of the step.
         self.note(event="read", step=trainer.global_step, read=module.images_read[-1])
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -237,7 +237,7 @@ def _train(
                 module, scene.loader(scene), val, ckpt_path=scene.ckpt_path, weights_only=False
             )
         except IsolatedError:
-            sys.exit(75)  # it has joined nothing yet, and its launcher starts it again
+            sys.exit(75)  # it has not joined yet, and its launcher restarts it
     if scene.save_to is not None:
         trainer.save_checkpoint(scene.save_to)
     weights = {name: value.flatten().tolist() for name, value in module.state_dict().items()}
@@ -255,9 +255,9 @@ class UserHosts(recovery.Hosts):
     """Hosts of one run.
 
     Args:
-        folder: Folder of their files.
+        folder: Folder for their files.
         scene: Scene of all hosts.
-        scenes: Scenes of single hosts, by name, in place of `scene`.
+        scenes: Scenes of individual hosts by name, which replace `scene`.
     """
 
     main: Any = staticmethod(user_main)
@@ -276,7 +276,7 @@ class UserHosts(recovery.Hosts):
         return [row for row in self.rows if row["event"] == event and host in (None, row["host"])]
 
     def wait(self, goal: str, is_reached: Any, **limits: Any) -> None:
-        """Wait until a condition holds. An error of a host ends the wait."""
+        """Wait until a condition holds. Fail if a host raises an error."""
 
         def is_reached_or_failed() -> bool:
             if is_reached():
@@ -293,11 +293,11 @@ class UserHosts(recovery.Hosts):
         super().wait(goal, is_reached_or_failed, **limits)
 
     def has_ended(self, *hosts: str) -> Callable[[], bool]:
-        """Return a condition: all of these hosts have ended."""
+        """Return a condition that holds once all of these hosts have ended."""
         return lambda: all(self.events("over", host) for host in hosts)
 
     def has_made(self, step: int, *hosts: str, num_hosts: int | None = None) -> Callable[[], bool]:
-        """Return a condition: all of these hosts have made a step, in a view of `num_hosts` hosts."""
+        """Return a condition that holds once all of these hosts have made a step, in a view of `num_hosts` hosts."""
 
         def is_made() -> bool:
             for host in hosts:
@@ -311,16 +311,16 @@ class UserHosts(recovery.Hosts):
         return is_made
 
     def resume(self, scene: UserScene) -> None:
-        """Start hosts with another scene from now on."""
+        """Use another scene for all hosts that are started from now on."""
         self._part["scene"] = scene
 
     def kill(self, host: str) -> None:
-        """Lose a host."""
+        """Kill a host."""
         self.signal(host, 9)
         self.end(host)
 
     def finish(self, *hosts: str, limit_s: float = 120.0) -> None:
-        """Wait until these hosts have ended their fits, and end all."""
+        """Wait until these hosts have ended their fits, then end all hosts."""
         self.wait("the end", self.has_ended(*hosts), limit_s=limit_s)
         self.close()
 
@@ -334,7 +334,7 @@ class UserHosts(recovery.Hosts):
         """Return the images of each step over all shards.
 
         Raises:
-            AssertionError: Two hosts have read other images for a shard.
+            AssertionError: Two hosts read different images for the same shard.
         """
         of_shards: dict[int, dict[str, list[int]]] = {}
         for row in self.events("step"):
@@ -347,7 +347,7 @@ class UserHosts(recovery.Hosts):
         return images_of_steps
 
     def num_writers_of_steps(self) -> dict[int, int]:
-        """Return the number of ranks that would write a checkpoint after each step that two hosts made."""
+        """Return the number of ranks that would write a checkpoint, for each step that two hosts made."""
         num_writers: dict[int, int] = {}
         for row in self.events("step"):
             if row["hosts"] == 2:
@@ -355,7 +355,7 @@ class UserHosts(recovery.Hosts):
         return num_writers
 
     def batches_of_step(self, step: int) -> list[list[int]]:
-        """Return the batches that ranks have read for a step, also those of hosts that were killed within it."""
+        """Return the batches that ranks read for a step, including hosts that were killed within it."""
         return [sorted(row["read"]) for row in self.events("read") if row["step"] == step]
 
     def digests(self) -> dict[int, set[str]]:
@@ -392,7 +392,7 @@ def wanted_images(scene: UserScene, num_steps: int) -> dict[int, list[int]]:
 
 
 def undisturbed(folder: Path, scene: UserScene) -> UserHosts:
-    """Run a scene in one process that has all shards, and that nothing happens to."""
+    """Run a scene without disturbance in one process that has all shards."""
     run = UserHosts(
         folder, replace(scene, hold_after=(), elastic={**scene.elastic, "min_hosts": 1})
     )

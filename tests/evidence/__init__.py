@@ -1,6 +1,6 @@
-"""Programs that only maintainers run. Each leaves a record: `python -m tests.evidence.<name>`."""
+"""Programs that only maintainers run. Each writes a record: `python -m tests.evidence.<name>`."""
 
 import os
 
-# Before torch is imported: two threads in each of several processes are slower than one. A value that is set stays.
+# Set before torch is imported, unless it is already set: two threads in each of several processes are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""Injected faults are judged by what ranks wrote: a broken promise is seen, one that holds is not doubted."""
+"""Judgement of injected faults from the ranks' results: broken promises are found, and kept ones accepted."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def rank(error=None, weights=7, time_s=103.0, num_steps=12):
 
 OTHER = rank(weights=8)
 NO_MEMORY = rank("OutOfMemoryError: no room\nOn rank 1 (host b), in batch 3: ...")
-# A promise, what each rank wrote, what else was seen, and the problem that must be found; None: it is held.
+# Promise, result of each rank, further observations, and the problem that must be found (None: the promise is kept).
 JUDGED = [
     (NAMED, [rank(ERROR), None], {}, None),
     (NAMED, [rank(ERROR.replace("host b", "host a")), None], {}, "rank 0 does not say 'on host b'"),
@@ -39,7 +39,7 @@ JUDGED = [
         {},
         "after 36 s, beyond 35",
     ),
-    (OWN, [rank(ERROR), NO_MEMORY], {}, None),  # the rank concerned may say it in its own words
+    (OWN, [rank(ERROR), NO_MEMORY], {}, None),  # the affected rank may use its own words
     (OWN, [NO_MEMORY, NO_MEMORY], {}, "rank 0 does not say"),
     (NEVER, [rank("rank 1: host b is down"), None], {}, "which is not so"),
     (SURVIVED, [rank(), rank(ERROR)], {}, "rank 1: RuntimeError: comm:"),

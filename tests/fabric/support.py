@@ -1,4 +1,4 @@
-"""Fabrics of a test on its ranks, which are torn down at its end."""
+"""Fabrics of a test on its ranks, which are torn down at the end of the test."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def fabric_of(precision: str = "16-true", strategy: Any = "hybrid_allreduce") ->
 
 
 def play(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function on this rank, and tear down the Fabrics that it has made."""
+    """Return the result of a function on this rank, and tear down the Fabrics that it created."""
     try:
         return function(*arguments)
     finally:

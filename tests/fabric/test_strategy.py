@@ -1,4 +1,4 @@
-"""`Fabric(strategy="hybrid_allreduce")`: a loop of the user's own, compared with the Trainer's."""
+"""`Fabric(strategy="hybrid_allreduce")` in a user's own loop, compared with the Trainer."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Sequential):
-    """Network of normalisation and matrix products, whose bits do not depend on where tensors lie in memory."""
+    """Network of normalisation and matrix products, whose bits do not depend on memory addresses."""
 
     def __init__(self):
         with torch.random.fork_rng():
@@ -125,7 +125,7 @@ def set_up():
 
 
 def whole_and_resumed(folder):
-    """Train six steps, with a checkpoint after three, and three more from that checkpoint."""
+    """Train six steps with a checkpoint after three, and train three more from that checkpoint."""
     path = f"{folder}/three.ckpt"
     fabric, net, optimizer = set_up()
     steps_of(fabric, net, optimizer, 3)
@@ -159,7 +159,7 @@ def test_a_resumed_loop_has_the_bits_of_an_uninterrupted_one(two_ranks, tmp_path
 
 
 def loaded_by_ddp(path):
-    """Load a checkpoint of half precision under `ddp`. Return the weights and the unused keys."""
+    """Load a half-precision checkpoint under `ddp`, and return the weights and the unused keys."""
     net = Net()
     fabric = fabric_of("32-true", "ddp")
     model, optimizer = fabric.setup(net, OPTIMIZERS["AdamW"](net.parameters()))
@@ -194,7 +194,7 @@ def test_every_rank_gets_the_exact_master_weights_of_rank_zero(two_ranks):
 
 
 def two_players(precision):
-    """Train a generator that accumulates over two batches, in which the discriminator steps twice."""
+    """Train a generator that accumulates over two batches, while the discriminator steps twice."""
     fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=256.0))  # no step overflows
     net_g = Net()
     net_d = nn.Linear(3, 1)
@@ -226,7 +226,7 @@ def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
     full = two_ranks.run(play, two_players, "32-true")
     assert toy.same_bits(half[0], half[1])
     for name, exact in full[0].items():
-        # Eight steps; a half-precision gradient is off by some units of 2**-11 of the largest element.
+        # Over eight steps, a half-precision gradient is off by some units of 2**-11 of the largest element.
         bound = 0.02 * float(exact.abs().max()) + 2e-3
         assert torch.allclose(half[0][name], exact, atol=bound), name
 
@@ -285,7 +285,7 @@ def test_between_nodes_chooses_the_average_and_its_size(
     assert smallest < float(update / update_of_mean) < largest
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------
+# ---- the documentation page ----------------------------------------------------------------------------------------
 
 
 def the_loop_of_the_page(folder):
@@ -315,7 +315,7 @@ def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_the_trained_weights(
     assert set(saved) == {"model", "optimizer", "MasterWeightPrecision"}
 
 
-# ---- what cannot work ----------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------------
 
 
 def error_of_a_foreign_parameter():
@@ -415,7 +415,7 @@ def fails(*args, **kwargs):
 
 
 def error_while_rank_one_is_elsewhere():
-    """Return the error of a collective of Fabric's that fails on rank zero, while rank one runs its own code."""
+    """Return the error of a Fabric collective that fails on rank zero, while rank one runs its own code."""
     fabric = fabric_of()
     net = fabric.setup_module(Net())
     engine = fabric.strategy._failures.engine
@@ -425,7 +425,7 @@ def error_while_rank_one_is_elsewhere():
             time.sleep(0.05)
         return engine.failure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "barrier", fails)  # with which Lightning's `all_reduce` begins
+        patch.setattr(dist, "barrier", fails)  # the first call in Lightning's `all_reduce`
         try:
             fabric.all_reduce(torch.ones(2))
         except RuntimeError as error:
@@ -442,7 +442,7 @@ def test_a_rank_that_is_absent_from_a_collective_of_fabrics_is_named(two_ranks):
 
 
 def error_at_the_end():
-    """End the interpreter of rank one by an error, and return the failure that each rank learns of."""
+    """End the interpreter of rank one by an error, and return the failure that each rank receives."""
     fabric = fabric_of()
     fabric.setup_module(Net())
     engine = fabric.strategy._failures.engine

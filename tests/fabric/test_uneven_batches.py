@@ -1,4 +1,4 @@
-"""`uneven_batches="join"` in a loop of the user's own: ranks whose loaders have 7, 5, 5 and 3 batches."""
+"""`uneven_batches="join"` in a user's own loop, with ranks whose loaders have 7, 5, 5 and 3 batches."""
 
 from functools import partial
 
@@ -103,7 +103,7 @@ def test_a_strategy_without_the_option_refuses_to_join_a_loader():
         strategy.join_loader([])
 
 
-# ---- accumulation, state of layers, terms outside the module -------------------------------------------------------
+# ---- accumulation, layer state, loss terms outside of the module ---------------------------------------------------
 
 
 def two_batches_of_a_step(precision):
@@ -149,9 +149,9 @@ def flat(tensors):
 
 
 def statistics_and_outside_terms(precision):
-    """Train a network with BatchNorm and a penalty on its fp32 weights, which no forward computes."""
+    """Train a network with BatchNorm and a penalty on its fp32 weights, which is computed outside of forward."""
     net = nn.Sequential(network(), nn.BatchNorm1d(support.NUM_CLASSES))
-    samples = Numbered(dist.get_rank(), (27, 18, 20, 10))  # no batch of one sample
+    samples = Numbered(dist.get_rank(), (27, 18, 20, 10))  # avoids batches of one sample
     loader = DataLoader(samples, batch_size=BATCH_SIZE)
     options = {"loss_scale": 1024} if precision == "16-true" else {}
     fabric, model, _, batches = set_up(net, loader, precision, **options)
@@ -178,7 +178,7 @@ def test_a_repeated_batch_changes_no_statistics_and_no_gradient(four_ranks, prec
         for step, (is_repeated, _, after, gradient) in enumerate(seen):
             place = f"rank {rank}, step {step}"
             assert is_repeated == (step >= NUM_BATCHES[rank]), place
-            # DDP sends rank zero's statistics to all ranks before the forward.
+            # DDP broadcasts rank zero's statistics to all ranks before the forward pass.
             sent_by_rank_zero = results[0][step][1]
             assert torch.equal(after, sent_by_rank_zero) == is_repeated, place
             assert torch.isfinite(gradient).all(), place
@@ -233,7 +233,7 @@ class Samples(torch.utils.data.IterableDataset):
 
 
 def whole_and_resumed(folder, train, precision, saved_steps):
-    """Train two epochs of seven steps, and from each checkpoint the rest of them."""
+    """Train two epochs of seven steps, and resume the rest of them from each checkpoint."""
 
     def paths(step):
         return f"{folder}/{step}.ckpt"
@@ -271,7 +271,7 @@ def whole_and_resumed(folder, train, precision, saved_steps):
     return differences
 
 
-# Three whole batches, after which a sampler would draw again if it were asked.
+# Three whole batches, after which another request would make a sampler draw again.
 @pytest.mark.parametrize(
     ("sizes", "is_stream", "precision", "saved_steps"),
     [
@@ -312,7 +312,7 @@ def test_a_tail_is_not_resumed_on_another_number_of_ranks(two_ranks, one_rank, t
     assert "(=2, now 1). Resume on 2 ranks" in error
 
 
-# ---- what cannot work ----------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------------
 
 
 def error_of_two_loaders():

@@ -1,4 +1,4 @@
-"""Layers between batches and micro-batches: BatchNorm's averages, activation checkpointing, channels-last."""
+"""Layers with micro-batches and batches: BatchNorm averages, activation checkpointing, channels-last."""
 
 import copy
 from functools import partial
@@ -23,7 +23,7 @@ def norms_of(module):
 @pytest.mark.parametrize("momentum", [0.001, 1.0])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_micro_batches):
-    """In float64. K updates of about four roundings each, 1.1e-16, are under 1e-13 for 64 of them on numbers near 1."""
+    """In float64, up to 64 updates with four roundings of 1.1e-16 each stay below 1e-13 for numbers near 1."""
     torch.manual_seed(0)
     once = kind(3, momentum=momentum, affine=False, track_running_stats=True, dtype=torch.float64)
     once.running_mean.uniform_(-1, 1)
@@ -62,7 +62,7 @@ NETWORKS = {
 
 
 def is_channels_last_only(tensor):
-    """Pixels of more than one channel: with one pixel or one channel both formats are the same strides."""
+    """Return whether a tensor is channels-last only. With one pixel or one channel, both formats have equal strides."""
     return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
@@ -80,14 +80,14 @@ def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_a
 
     def look(layer, inputs, output):
         nonlocal num_outputs
-        # a copy in between would not show in the output: channels-last weights bring it back
+        # A copy in between would not show in the output, because channels-last weights restore the format.
         before = inputs[0]
         if before.dim() == 4 and before.shape[2] > 1:
             check(before, layer)
         if output.dim() == 4 and output.shape[2] > 1:
             num_outputs += 1
             check(output, layer)
-            # the head hands the last layer a gradient in a layout of its own
+            # The head passes the last layer a gradient in another layout.
             if isinstance(layer, nn.Conv2d):
                 output.register_hook(partial(check, layer=layer))
 
@@ -95,7 +95,7 @@ def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_a
         layer.register_forward_hook(look)
     images = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
     network(images).sum().backward()
-    # As many as AlexNet has before its last pooling, which leaves one pixel.
+    # The number before AlexNet's last pooling, which leaves one pixel.
     assert num_outputs >= 12
     assert not wrong
     for layer in network.modules():
@@ -121,7 +121,7 @@ def pair(name):
 
 
 def two_steps(network):
-    """Add up the gradients of two batches. The second forward sees the running statistics of the first."""
+    """Accumulate the gradients of two batches. The second forward pass sees the running statistics of the first."""
     for seed in (1, 2):
         torch.manual_seed(seed)
         cross_entropy(network(torch.randn(4, 1, 16, 16)), torch.arange(4)).backward()
@@ -144,7 +144,7 @@ def test_gradients_and_running_statistics_are_bit_identical(name):
 
 @pytest.mark.parametrize("name", ["ResNet-50", "AlexNetBN"])
 def test_the_second_pass_runs_in_the_arithmetic_of_the_first(name):
-    """Emulated fp16 products, under autocast: as the precision plugin runs a model on a CPU."""
+    """fp16 products are emulated under autocast, as the precision plugin runs a model on a CPU."""
     plain, again = pair(name)
     for network in (plain, again):
         network.half()

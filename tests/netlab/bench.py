@@ -3,9 +3,9 @@
     python -m tests.netlab.bench --hosts 2 --ranks 2 --mbit 100 --delay-us 200 allreduce.max_bytes=8388608
     python -m tests.netlab.bench --recipe tune --hosts 2 --ranks 2 --mbit 100 --delay-us 200 measure.limit_s=40
 
-What follows the options goes to the recipe, as on a real cluster; so do, for the byte bound and the predictions of
-``bench``, the links' rate and delay, unless the command has a ``cluster=`` of its own. ``tune`` is not told them. A
-``--config-dir`` with what ``tune`` wrote goes behind ``--``.
+Arguments after the options are passed to the recipe, as on a real cluster. ``bench`` also receives the bandwidth and
+delay of the links for its byte bound and its predictions, unless the command has its own ``cluster=``. ``tune`` does
+not receive them. Write ``--`` before a ``--config-dir`` with the output of ``tune``.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def description_of(asked: argparse.Namespace, bytes_per_s: float) -> list[str]:
-    """Return the overrides that describe these hosts and links: ``conf/cluster/netlab.yaml`` with their numbers."""
+    """Return the overrides that describe these hosts and links: ``conf/cluster/netlab.yaml`` with their values."""
     overrides = [
         "cluster=netlab",
         f"cluster.links.ranks_per_node={asked.ranks}",

@@ -1,19 +1,19 @@
-"""A small cluster on one machine: network namespaces as hosts, links with a rate and a delay between them.
+"""Small cluster on one machine: network namespaces as hosts, and links with a bandwidth and a delay between them.
 
     with Cluster(num_hosts=2, ranks_per_host=2, mbit_per_s=100, delay_us=200) as cluster:
         outputs = cluster.run([sys.executable, "my_script.py"], timeout_s=120)   # a program on every rank
         results = cluster.call(my_function, 7, timeout_s=60)                     # a function on every rank
         cluster.traffic().sent_bytes                                             # of every host, since the start
 
-Ranks of one host talk over its loopback, at the speed of memory; ranks of different hosts over eth0, which
-``netemu.c`` forwards at ``mbit_per_s`` per direction and NIC and ``delay_us`` later. Every rank finds the environment
-that torchrun would give it.
+Ranks of one host communicate over its loopback at the speed of memory. Ranks of different hosts use eth0. ``netemu.c``
+forwards its frames at ``mbit_per_s`` per direction and NIC, after ``delay_us``. Every rank has the environment
+variables that torchrun would set.
 
-Nothing is left behind, not even after SIGKILL: the emulator ends when this process's end of its pipe does, every rank
-dies with the process that started it, and the namespaces have no names, so they go with the last process that uses
-them. For the same reason any number of clusters may exist at the same time. Every wait has a time limit.
+Nothing is left behind, not even after SIGKILL. The emulator ends when this process's end of its pipe closes. Every rank
+dies with the process that started it. The namespaces have no names, so they disappear with the last process that uses
+them. For the same reason, several clusters may exist at the same time. Every wait has a time limit.
 
-Needs Linux, root, gcc, iproute2 and util-linux; ``why_not()`` says what is missing.
+Requires Linux, root, gcc, iproute2 and util-linux. ``why_not()`` reports what is missing.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ SOURCE = Path(__file__).with_name("netemu.c")
 TOOLS = ("gcc", "ip", "nsenter", "setpriv", "sysctl")
 START_LIMIT_S = 20.0
 ANSWER_LIMIT_S = 5.0
-GRACE_S = 2.0  # how long the other ranks may go on once one has failed: their words are often the telling ones
+GRACE_S = 2.0  # extra time for the other ranks after a failure, because their output often shows the cause
 MTU = 9000
-GSO_BYTES = 16384  # the largest burst that holds a NIC: 1.3 ms at 100 Mbit/s
+GSO_BYTES = 16384  # the longest burst that occupies a NIC: 1.3 ms at 100 Mbit/s
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 
 
 class ClusterError(RuntimeError):
-    """The cluster could not be built, or a rank failed or did not end in time. The message holds what it said."""
+    """Failure to build the cluster, or a rank that fails or does not end in time. The message contains its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """``matrix[i][j]``: bytes that host i has sent to host j over its NIC, headers included."""
+    """Bytes sent between hosts. ``matrix[i][j]`` counts those from host i to host j over its NIC, including headers."""
 
     matrix: tuple[tuple[int, ...], ...]
 
@@ -67,14 +67,15 @@ class Traffic:
 
 
 class Cluster:
-    """``num_hosts`` hosts with ``ranks_per_host`` ranks each. A context manager.
+    """Context manager for ``num_hosts`` hosts with ``ranks_per_host`` ranks each.
 
-    Arguments:
-        mbit_per_s: of every NIC, each direction; or one number per host (a straggler's).
-        delay_us: one way, between any two hosts.
-        interleave: ranks go round the hosts (as SLURM's cyclic distribution does) instead of host by host.
+    Args:
+        mbit_per_s: Bandwidth of every NIC in each direction, or one number per host (for a straggler).
+        delay_us: One-way delay between any two hosts.
+        interleave: Assign ranks to hosts in turn, as in SLURM's cyclic distribution, instead of host by host.
 
-    Raises ``ClusterError`` on entry where the machine cannot do it.
+    Raises:
+        ClusterError: On entry, if this machine cannot emulate a cluster.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Cluster:
         return self.num_hosts * self.ranks_per_host
 
     def host_of(self, rank: int) -> int:
-        """Number of the host a rank lives on.
+        """Return the host of a rank.
 
         >>> Cluster(num_hosts=2, ranks_per_host=2, mbit_per_s=100).host_of(1)
         0
@@ -112,7 +113,7 @@ class Cluster:
             return rank % self.num_hosts
         return rank // self.ranks_per_host
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Cluster:
         try:
@@ -130,7 +131,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End the emulator, and with it the hosts. May be called again."""
+        """End the emulator and thereby the hosts. May be called again."""
         emulator = self._emulator
         self._emulator = None
         self._hosts = []
@@ -148,7 +149,7 @@ class Cluster:
 
     def _start_emulator(self) -> None:
         rates = ",".join(f"{rate:g}" for rate in self.mbit_per_s)
-        # A program that runs needs its file no more.
+        # A running program no longer needs its file.
         with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
             binary = Path(folder, "netemu")
             _build(binary)
@@ -157,7 +158,7 @@ class Cluster:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is ours to handle
+                start_new_session=True,  # this process handles Ctrl-C
             )
         word, *descriptors = self._answer(START_LIMIT_S).split() or [""]
         if word != "ready":
@@ -182,14 +183,14 @@ class Cluster:
             "link set eth0 txqueuelen 1000 up",
             f"addr add {_address(host)}/24 dev eth0",
         ]
-        links += [  # no address resolution in the measurements
+        links += [  # avoids address resolution during measurements
             f"neigh replace {_address(peer)} lladdr {_ethernet_address(peer)} dev eth0"
             for peer in range(self.num_hosts)
             if peer != host
         ]
         self._inside(host, ["ip", "-batch", "-"], "\n".join(links))
-        # reno is the one congestion control that every kernel lets a namespace choose; traffic of training comes in
-        # bursts, and a fabric is no internet: no slow start after a pause.
+        # Every kernel allows reno in a namespace. Training traffic comes in bursts, and a fabric is not the internet,
+        # so there must be no slow start after a pause.
         settings = ["net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0"]
         self._inside(host, ["sysctl", "-qw", *settings], "")
 
@@ -218,19 +219,19 @@ class Cluster:
         return _address(host)
 
     def namespace(self, host: int) -> str:
-        """The file that ``nsenter --net`` takes to get into a host."""
+        """Return the file that ``nsenter --net`` needs to enter a host."""
         return self._hosts[host]
 
     def traffic(self) -> Traffic:
-        """Bytes between hosts since the start, as the emulator counted them."""
+        """Return the bytes sent between hosts since the start, as counted by the emulator."""
         counts = [int(word) for word in self._ask("\n").split()]
         rows = range(0, len(counts), self.num_hosts)
         return Traffic(matrix=tuple(tuple(counts[row : row + self.num_hosts]) for row in rows))
 
     def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
-        """From now on, let a share of the frames to and from a host vanish (1 cuts it off), and change its rate.
+        """Drop a share of the frames to and from a host from now on (1 cuts it off), and change its bandwidth.
 
-        Without arguments: the link as it was built.
+        Without arguments, restore the link as it was built.
         """
         if mbit_per_s is None:
             rate = self.mbit_per_s[min(host, len(self.mbit_per_s) - 1)]
@@ -246,7 +247,7 @@ class Cluster:
         return self._answer(ANSWER_LIMIT_S)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return torchrun's variables of this rank, and the interface of Gloo."""
+        """Return torchrun's variables for this rank, and the interface for Gloo."""
         host = self.host_of(rank)
         if self.interleave:
             local_rank = rank // self.num_hosts
@@ -265,17 +266,18 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts without names are no news
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # suppresses warnings about hosts without names
         }
 
     def run(
         self, command: Sequence[str], *, timeout_s: float, show_rank_zero: bool = False
     ) -> list[str]:
-        """Run a program on every rank. What each printed, in rank order.
+        """Run a program on every rank, and return the output of each in rank order.
 
-        ``show_rank_zero``: let rank 0 print to our own standard output instead.
+        With ``show_rank_zero``, rank 0 writes to this process's standard output instead.
 
-        Raises ``ClusterError`` where a rank ends with another status than 0, or does not end within ``timeout_s``.
+        Raises:
+            ClusterError: A rank ends with another status than 0, or does not end within ``timeout_s``.
         """
         self._num_runs += 1
         deadline_s = time.monotonic() + timeout_s
@@ -323,10 +325,13 @@ class Cluster:
         return outputs
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Run an importable function on every rank, in a Gloo world of its own. Its results, in rank order.
+        """Run an importable function on every rank in a separate Gloo world, and return its results in rank order.
 
-        The ranks are forked from one process that has imported Lightning, which is much faster than ``run``. Raises
-        ``ClusterError`` with the traceback of every rank that failed, or where one does not end within ``timeout_s``.
+        The ranks are forked from a process that has imported Lightning, which is much faster than ``run``.
+
+        Raises:
+            ClusterError: A rank fails or does not end within ``timeout_s``. The message has the traceback of every
+            failed rank.
         """
         self._num_runs += 1
         context = warm_context()
@@ -364,7 +369,7 @@ class Cluster:
 
 
 def why_not() -> str | None:
-    """Return the reason that this machine cannot emulate a cluster, or None."""
+    """Return the reason why this machine cannot emulate a cluster, or None."""
     if os.name != "posix" or not Path("/proc/self/ns/net").exists():
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -400,7 +405,7 @@ def _ethernet_address(host: int) -> str:
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[tuple[str, Any] | None]:
-    """The reply of each rank. None where none came in time."""
+    """Return the reply of each rank, or None if it did not arrive in time."""
     deadline_s = time.monotonic() + timeout_s
     replies: list[tuple[str, Any] | None] = [None] * len(pipes)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -422,7 +427,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[tuple[str, Any] 
 
 
 def _serve(host: str, environment: dict[str, str], pipe: Connection, payload: bytes) -> None:
-    """Enter the host, join the world, call, reply."""
+    """Enter the host, join the world, call the function, and reply."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

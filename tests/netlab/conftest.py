@@ -1,4 +1,4 @@
-"""A cluster, or the reason why there is none."""
+"""Fixture of an emulated cluster, which skips tests where none is possible."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from tests.recipes.conftest import collect_ignore_glob as without_hydra
 
 @pytest.fixture(scope="session")
 def cluster_or_skip():
-    """Skips where this machine cannot have one."""
+    """Skip the test with the reason if this machine cannot emulate a cluster."""
     if reason := why_not():
         pytest.skip(reason)
 
 
-# Programs over those of tests/evidence, which need Hydra.
+# These programs use tests/evidence, which needs Hydra.
 if not without_hydra:
     collect_ignore = []
 else:

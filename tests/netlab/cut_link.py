@@ -1,8 +1,8 @@
-"""A link that is cut while an elastic run goes on, between hosts that are network namespaces.
+"""Cuts of a link during an elastic run, between hosts that are network namespaces.
 
-third       three hosts, and one is cut off: the others go on, and it ends
-second      two hosts: the one with the first address of `meet` goes on, and the other ends
-neither     two hosts, and the first address of `meet` is of neither: both end
+third       three hosts, of which one is cut off: the others continue, and it ends
+second      two hosts: the one with the first address of `meet` continues, and the other ends
+neither     two hosts, neither of which has the first address of `meet`: both end
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rank_main(
 
 
 class LinkedHosts(recovery.Hosts):
-    """Hosts that are network namespaces."""
+    """Hosts of an elastic run that are network namespaces."""
 
     main = staticmethod(rank_main)
 
@@ -44,7 +44,7 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     names = KINDS[kind]
     num_hosts = len(names)
     if kind == "neither":
-        num_hosts += 1  # whose address comes first
+        num_hosts += 1  # its address comes first
     with Cluster(num_hosts=num_hosts, ranks_per_host=options["ranks"], mbit_per_s=1000) as net:
         addresses = [f"{net.address(host)}:29400" for host in range(len(names))]
         if kind == "neither":
@@ -93,7 +93,7 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Cut links, and print a row for each."""
+    """Cut links, and print a row for each cut."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

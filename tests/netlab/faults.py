@@ -1,8 +1,8 @@
-"""``tests/evidence/faults`` on emulated hosts, with faults of links as well:
+"""``tests/evidence/faults`` on emulated hosts, including faults of links.
 
     python -m tests.netlab.faults --hosts 2 --ranks 2 only='[rank dies]'
 
-What follows the options goes to the recipe.
+Arguments after the options are passed to the recipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLONE_NEWUTS = 0x04000000
 
 
 class EmulatedHosts(OneHost):
-    """Hosts of a ``Cluster``, each with a name of its own. Ranks host by host."""
+    """Hosts of a ``Cluster``, each with its own name, and with ranks assigned host by host."""
 
     has_links = True
 

@@ -1,13 +1,14 @@
-"""Hosts that are lost and come again while a run goes on: `python -m tests.netlab.recovery --out R`.
+"""Hosts that are lost and replaced during a run: `python -m tests.netlab.recovery --out R`.
 
-Real processes on one machine, a host being `--ranks` of them under a launcher of its own; digits, 16-true, LARS.
+A host consists of `--ranks` real processes on this machine with a launcher of their own. They train on digits in
+16-true with LARS.
 
-    loss        `kill`: SIGKILL to a host; `split`: as a rank has its last sum, and another has not;
-                `stop`: SIGSTOP, a host that is silent, and not the first;
-                `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
-                `joining`: SIGKILL to a host that joins, and to another meanwhile
-    reference   each part of the run between two changes again, by as many hosts, from a checkpoint of the part before
-    seconds     from the signal to the next step of all others; of one that joins, the longest step of the others
+    loss        `kill`: SIGKILL to a host; `split`: when one rank has its last all-reduce and another has not;
+                `stop`: SIGSTOP to a host other than the first, which falls silent;
+                `validation`, `epoch`, `checkpoint`: SIGKILL when one begins;
+                `joining`: SIGKILL to a host that joins, and to another host at the same time
+    reference   each part of the run between two changes, repeated by as many hosts from the previous part's checkpoint
+    seconds     from the signal to the next step of all others; for a joining host, the longest step of the others
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 from tests.ports import free_addresses, free_port
 
-PAUSE_S = 0.02  # of a callback after each step, so that losses are spread over it
+PAUSE_S = 0.02  # pause of a callback after each step, so that losses are spread over the step
 STEPS_BETWEEN = 25
 KINDS = ("kill", "split", "stop", "validation", "epoch", "checkpoint", "joining")
 
@@ -47,7 +48,7 @@ def rank_main(
     for descriptor, name in ((1, "out"), (2, "err")):
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
         os.dup2(os.open(f"{folder}/{name}_{host}_{local}", flags), descriptor)
-    # of one launch
+    # The variables of a single-host launch.
     num_hosts = 1
     node = 0
     if part.get("is_plain"):
@@ -165,7 +166,7 @@ def _train(
             hosts = views.topology.num_nodes
             view = views.groups.number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
-            # at the end of the fit the module has the average
+            # At the end of the fit, the module holds the average.
             if trainer.global_step == part["end"] and "to" in part:
                 trainer.save_checkpoint(part["to"])
             time.sleep(PAUSE_S)
@@ -218,7 +219,7 @@ def _train(
         elastic_fit.ElasticFit._is_whole = partialmethod(
             _late, elastic_fit.ElasticFit._is_whole, folder
         )  # type: ignore[assignment, method-assign]
-    # With `shard_update` a rank averages its own part of the weights.
+    # With `shard_update`, a rank averages only its own part of the weights.
     has_averages = "window" not in part and "shard_update" not in options["with"]
     if has_averages:
         averages = MasterWeightAveraging(0.9)
@@ -251,7 +252,7 @@ def _train(
     try:
         trainer.fit(module, datamodule=data, ckpt_path=part.get("from"), weights_only=False)
     except BaseException as error:
-        # it has joined nothing yet
+        # This host has not joined yet.
         if isinstance(error, IsolatedError) and not trainer.global_step:
             sys.exit(75)
         note(event="error", error=f"{type(error).__name__}: {error}"[:2000])
@@ -260,7 +261,8 @@ def _train(
 
 
 def _late(fit: Any, is_whole: Any, folder: Path, views: Any) -> bool:
-    # The last rank of the first host has all sums, and waits until a host is lost: others have stepped by then.
+    # The last rank of the first host has all reduced gradients, and waits until a host is lost. By then, others have
+    # stepped.
     if (folder / "split").exists():
         (folder / "split").rename(folder / "split_now")
         ends_s = time.monotonic() + 10
@@ -275,7 +277,7 @@ def _spoil(seen: Any, load: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class Hosts:
-    """The hosts of a run, each with processes of its own, and what they note."""
+    """Hosts of a run, each with its own processes, and the rows that they record."""
 
     main: Any = staticmethod(rank_main)
 
@@ -307,14 +309,14 @@ class Hosts:
             process.start()
 
     def signal(self, host: str, number: int) -> float:
-        """Send a signal to all processes of a host. Return when."""
+        """Send a signal to all processes of a host, and return the time."""
         now = time.monotonic()
         for process in self.running[host]:
             os.kill(process.pid, number)
         return now
 
     def end(self, host: str) -> None:
-        """Kill what is left of a host."""
+        """Kill the remaining processes of a host."""
         for process in self.running.pop(host):
             process.kill()
             process.join()
@@ -323,7 +325,7 @@ class Hosts:
         return any(process.exitcode == 75 for process in self.running[host])
 
     def look(self) -> list[dict[str, Any]]:
-        """Read what is new."""
+        """Read and return the new rows."""
         new = []
         for path in self.folder.glob("log_*"):
             with path.open() as file:
@@ -337,7 +339,7 @@ class Hosts:
     def wait(
         self, description: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False
     ) -> None:
-        """Wait until something is in the rows. `restarts` a host that has ended itself, as its launcher does."""
+        """Wait until the rows satisfy a condition. With `restarts`, restart hosts that ended themselves."""
         ends_s = time.monotonic() + limit_s
         while not is_there():
             for name in list(self.running):
@@ -367,14 +369,14 @@ class Hosts:
 
 
 def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[str, Any]]]:
-    """Lose hosts again and again, and let them come back. Return the run and a row for each loss."""
+    """Lose and replace hosts repeatedly, and return the run and a row for each loss."""
     names = [chr(ord("a") + number) for number in range(options["hosts"])]
     draw = random.Random(options["seed"])
     losses = []
     run = Hosts(options, folder, {"end": STEPS_BETWEEN * (options["losses"] * 3 + 4)})
     for name in names:
         run.start(name)
-        # it takes the first address: where hosts are silent, its half goes on
+        # The first host takes the first address, so its half continues when hosts fall silent.
         time.sleep(2.0 * (name == "a"))
     num_all = options["hosts"]
     run.wait("all hosts", lambda: all(run.steps(name, hosts=num_all)[0] for name in names))
@@ -390,7 +392,7 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         if kind == "split":
             (run.folder / "split").touch()
             run.wait("a late rank", (run.folder / "split_now").exists)
-            # a host that is not lost steps, and the first has not
+            # A surviving host made the step and the first host did not.
             if num_all - options["lost"] > 1:
                 stays = next(name for name in names if name not in [*lost, "a"])
                 run.wait(
@@ -426,7 +428,7 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         joins_s = time.monotonic()
         for name in sorted(lost):
             run.start(name)
-            # it takes the first address again
+            # The host takes the first address again.
             time.sleep(2.0 * (name == "a" and "stop" in options["kinds"]))
         run.wait(
             "joined",
@@ -447,7 +449,7 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
 
 
 def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
-    # A host is lost, comes again, and is lost as it joins.
+    # A host is lost, restarts, and is lost again while it joins.
     began_s = min(run.signal(name, signal.SIGKILL) for name in lost)
     run.wait(
         "others go on", lambda: all(all(run.steps(name, since_s=began_s).values()) for name in left)
@@ -460,9 +462,9 @@ def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
 
 def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Return (first step, end, hosts) of each view of a run."""
-    view_of_step: dict[int, tuple[int, int]] = {}  # view and hosts by step
+    view_of_step: dict[int, tuple[int, int]] = {}  # view and number of hosts by step
     for row in sorted(rows, key=lambda row: row["t"]):
-        # who has it first has made it, and who takes it from that one is in another view
+        # The first rank with a row made the step. A rank that received it from that one is in another view.
         if row["event"] == "step":
             view_of_step.setdefault(row["step"], (row["view"], row["hosts"]))
     parts = []
@@ -475,7 +477,7 @@ def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
 def reference(
     options: dict[str, Any], folder: Path, parts: list[tuple[int, int, int]]
 ) -> dict[int, str]:
-    """Run each part by as many hosts, from a checkpoint of the part before. Return the digest of each step."""
+    """Run each part on as many hosts, from the previous part's checkpoint, and return the digest of each step."""
     digests: dict[int, str] = {}
     checkpoint = None
     for number, (_, end, hosts) in enumerate(parts):
@@ -506,7 +508,7 @@ def reference(
 def report(
     run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | None
 ) -> dict[str, Any]:
-    """Return the measurements, and counts of wrong steps and rows."""
+    """Return the measurements, and the counts of wrong steps and rows."""
     steps = [row for row in run.rows if row["event"] == "step"]
     per_process: dict[str, list[int]] = {}
     for row in steps:
@@ -562,7 +564,7 @@ def _median_and_worst(times_s: list[float]) -> dict[str, float]:
 def healthy(
     options: dict[str, Any], folder: Path, *, num_pairs: int, window: int = 60
 ) -> dict[str, Any]:
-    """Compare processor time of steps with `elastic` and without: two runs that stop and go in turns, as one waits."""
+    """Compare processor time of steps with and without `elastic`, in two runs that alternate."""
     num = options["hosts"] * options["ranks"]
     names = [chr(ord("a") + index) for index in range(options["hosts"])]
     runs: dict[bool, Hosts] = {}

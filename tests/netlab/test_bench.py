@@ -1,4 +1,4 @@
-"""The recipe runs on the emulated cluster as it does on a real one, and knows its links."""
+"""Recipes on the emulated cluster, which run as on a real one and know its links."""
 
 import json
 import subprocess
@@ -44,14 +44,17 @@ def test_one_command_benches_an_emulated_cluster(cluster_or_skip, tmp_path):
     assert head["config"]["link_bytes_per_s"] == 1e8
     assert "2 ranks = 2 nodes x 1" in head["title"]
     assert "emulated: 2 hosts x 1 ranks host by host, 800 Mbit/s, 5000 us" in head["title"]
-    assert min(min(row["times_s"]) for row in rows) > 0.010  # there and back is 10 ms
+    assert min(min(row["times_s"]) for row in rows) > 0.010  # the round trip takes 10 ms
     assert "sent by each host: " in done.stdout
 
 
 @pytest.mark.long
 def test_tune_finds_the_links_that_were_built(cluster_or_skip, tmp_path):
-    """800 Mbit/s and 5 ms one way. Half a round trip is above what was built, by what hosts and emulator take, and far
-    below a whole one, or one with consent: 10 ms."""
+    """The links have 800 Mbit/s and a one-way delay of 5 ms.
+
+    The measured half round trip exceeds the delay by the overhead of hosts and emulator. It is far below 10 ms, the
+    time of a whole round trip.
+    """
     options = [
         "--recipe",
         "tune",

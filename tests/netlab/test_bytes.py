@@ -1,8 +1,8 @@
-"""Bytes that leave the busiest host, and that stay in it: what ``comm/traffic.py`` claims, counted by the kernel.
+"""Bytes that the busiest host sends to others and internally: ``comm/traffic.py`` compared with kernel counters.
 
-A host's counter also sees headers (66 bytes for 8,934 of payload), acknowledgements (66 bytes for two of these) and two
-barriers: about 1.5 % of these buffers, hence a tolerance of 2 %. The mildest mistake, a ring of all ranks instead of a
-hierarchical sum, is 17 % more (1.75 against 1.5 at 4 x 2).
+A host's counter also includes headers (66 bytes per 8,934 of payload), acknowledgements (66 bytes for two of these) and
+two barriers. They are about 1.5 % of these buffers, hence a tolerance of 2 %. The smallest possible mistake, a ring
+over all ranks instead of a hierarchical all-reduce, would send 17 % more (1.75 instead of 1.5 at 4 x 2).
 """
 
 import itertools
@@ -20,8 +20,9 @@ from tests.netlab.cluster import Cluster
 
 NUM_BYTES = 4 * 2**20
 TOLERANCE = 0.02
-# Sums through a codec send so little that other packets matter: acknowledgements, packets sent again, the watchdog's
-# questions. There are more of them if other work shares the processors. Only the fewest bytes of several sums count.
+# All-reduces through a codec send so little that other packets matter: acknowledgements, retransmissions and requests
+# of the watchdog. Their number grows if other work shares the processors, so only the minimum over several all-reduces
+# counts.
 NUM_SUMS_THROUGH_CODEC = 4
 LAYOUTS = {
     "2x2": (2, 2, False),
@@ -32,7 +33,7 @@ LAYOUTS = {
 QUICK = ("2x3",)
 DTYPES = (torch.float32, torch.float16)
 CODECS = (Codec(bits=8), Codec(bits=4))
-# where nodes have several ranks, a codec is for these
+# With several ranks per node, these algorithms support a codec.
 WITH_SUMS_OF_NODES = (
     "hierarchical",
     "two_level",
@@ -47,7 +48,7 @@ def topology_of(num_hosts, ranks_per_host, interleave):
 
 
 def sent():
-    """Return the bytes that this host has sent so far, by its kernel: between hosts (eth0), and inside (lo)."""
+    """Return the bytes that this host sent between hosts (eth0) and internally (lo), from kernel counters."""
     dist.barrier()  # all ranks have sent
     sent_bytes = {}
     with open("/proc/self/net/dev") as file:
@@ -76,16 +77,16 @@ def engine_of(plan, **options):
 
 
 class SentForSum(NamedTuple):
-    """Result of a sum of ones on one rank, and bytes that its host has sent for it."""
+    """Result of an all-reduce of ones on one rank, and the bytes that its host sent for it."""
 
     sums: list[float]
     across: int  # between hosts
     inside: int
-    across_of_all: int  # between hosts, of all repetitions
+    across_of_all: int  # between hosts, over all repetitions
 
 
 def repeated_sum(engine, flat, num_sums, **options):
-    """Sum ones several times, and return the fewest bytes of one sum: other packets only add to them."""
+    """All-reduce ones several times, and return the minimum number of bytes, as other packets only add to it."""
 
     def sum_ones():
         engine.submit(flat, bucket_index=0, is_last=True, **options).wait()
@@ -101,9 +102,10 @@ def repeated_sum(engine, flat, num_sums, **options):
 
 
 def sums_and_bytes(algorithms, dtypes, codecs):
-    """Return for (algorithm, dtype) what this rank's host sends for a sum.
+    """Return, for (algorithm, dtype), the bytes that this rank's host sends for an all-reduce.
 
-    Also through each codec, as (algorithm, codec), in float32; `adasum` of ones is the sum in the node.
+    The result also contains each codec in float32, as (algorithm, codec). For `adasum`, the combination of ones is
+    their sum in the node.
     """
     sent_for_sums = {}
     with_codecs = itertools.product(WITH_SUMS_OF_NODES, codecs)
@@ -134,7 +136,7 @@ def sums_and_bytes(algorithms, dtypes, codecs):
     ],
 )
 def measured(request, cluster_or_skip):
-    """(layout, what the ranks found, what the emulator counted)."""
+    """Return the layout, the results of the ranks, and the counts of the emulator."""
     num_hosts, ranks_per_host, interleave = LAYOUTS[request.param]
     with Cluster(
         num_hosts=num_hosts, ranks_per_host=ranks_per_host, mbit_per_s=2000, interleave=interleave
@@ -148,25 +150,25 @@ def measured(request, cluster_or_skip):
 def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, dtype):
     layout, found, _ = measured
     for of_rank in found:
-        # Fewer bytes for a wrong sum are no merit.
+        # Fewer bytes do not count if the result is wrong.
         assert of_rank[algorithm, dtype].sums == [layout[0] * layout[1]]
     claim = traffic_of(algorithm, topology_of(*layout), NUM_BYTES)
     across = max(of_rank[algorithm, dtype].across for of_rank in found)
     inside = max(of_rank[algorithm, dtype].inside for of_rank in found)
     assert claim.across <= across <= claim.across * (1 + TOLERANCE)
-    # barriers, where nothing else is sent
+    # Allow for barriers if nothing else is sent.
     assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_adasum_sends_between_hosts_what_a_hierarchical_sum_sends(cluster_or_skip, num_hosts):
-    """2 (N - 1) / N of the bytes. Inner products of two tensors are part of the tolerance."""
+    """Adasum sends 2 (N - 1) / N of the bytes. The inner products of two tensors are within the tolerance."""
     with Cluster(num_hosts=num_hosts, ranks_per_host=2, mbit_per_s=2000) as cluster:
         results = cluster.call(sums_and_bytes, ["adasum"], DTYPES, [], timeout_s=60)
     claim = traffic_of("hierarchical", topology_of(num_hosts, 2, False), NUM_BYTES).across
     for dtype in DTYPES:
-        # the sum in the node
+        # The sum within the node.
         assert [of_rank["adasum", dtype][0] for of_rank in results] == [[2.0]] * len(results)
         assert (
             claim
@@ -187,15 +189,15 @@ def test_through_a_codec_the_busiest_host_sends_what_the_algorithm_claims(
     )
     across = max(of_rank[algorithm, codec].across for of_rank in found)
     inside = max(of_rank[algorithm, codec].inside for of_rank in found)
-    # Of these smaller buffers barriers, the checksum of the order and headers, which go to each other host, are more
-    # than the tolerance: 13 kB with two hosts, 42 kB with four.
+    # For these smaller buffers, barriers, the checksum of the order and headers exceed the tolerance. They are sent to
+    # each other host: 13 kB with two hosts, and 42 kB with four.
     others = layout[0] - 1
     assert claim.across <= across <= claim.across * (1 + TOLERANCE) + others * 2**15
     assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16
 
 
 def test_the_kernels_counters_and_the_emulators_agree(measured):
-    """Two independent counts: each host's own, and the switch's, which also saw the world being set up."""
+    """The two counts are independent. That of the switch also includes the setup of the world."""
     (num_hosts, ranks_per_host, interleave), found, traffic = measured
     for host in range(num_hosts):
         if interleave:

@@ -1,4 +1,4 @@
-"""The cluster itself: links are as slow as asked, failures are told, nothing is left behind."""
+"""Emulated cluster: links have the requested speed, failures are reported, and nothing is left behind."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ def slow(cluster_or_skip):
 
 
 def transfer():
-    """Rank 0 -> rank 1: seconds of a round trip of one byte, then of PAYLOAD_BYTES and an answer."""
+    """Return the seconds of a one-byte round trip, and of a transfer of PAYLOAD_BYTES from rank 0 to rank 1."""
     if os.environ["RANK"] == "1":
         with socket.create_server(("10.77.0.2", 4000)) as server:
             connection, _ = server.accept()
@@ -51,7 +51,7 @@ def transfer():
 
 @pytest.mark.clock
 def test_links_have_the_rate_and_the_delay(slow):
-    """Below is a matter of physics and exact. Above is the machine's load, so generous."""
+    """Lower bounds follow from physics and are exact. Upper bounds are generous because of the machine's load."""
     (round_trip_s, transfer_s), _ = slow.call(transfer)
     assert 0.020 <= round_trip_s <= 0.5
     serial_s = PAYLOAD_BYTES * 8 / 50e6

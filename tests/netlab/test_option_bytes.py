@@ -1,4 +1,4 @@
-"""Bytes that options send, counted by the kernel: shared updates, cut layers, pipelines, steps between averages."""
+"""Bytes that options send, from kernel counters: sharded updates, sliced layers, pipelines, local steps."""
 
 import itertools
 import math
@@ -29,16 +29,16 @@ pytestmark = pytest.mark.long
 
 
 def counted_again(step):
-    """Count the bytes this host sends over its loopback in a second step, after the first has opened connections."""
+    """Count the bytes that this host sends over its loopback in a second step, when all connections are open."""
     step()
     return counted(step)[1]
 
 
-# ---- the update shared within a node ---------------------------------------------------------------------------------
+# ---- sharded update within a node ------------------------------------------------------------------------------------
 
 
 def sent_for_updates(scope):
-    """Count a host's bytes for gradients by `two_level`, and for gradients and weights of a shared update."""
+    """Count a host's bytes for gradients with `two_level`, and for gradients and weights of a sharded update."""
     engine = engine_of(CommPlan(algorithm="two_level"), shares_update=scope)
     gradients = torch.ones(NUM_BYTES // 2, dtype=torch.float16)
     weights = torch.ones(NUM_BYTES // 2, dtype=torch.float16)
@@ -50,7 +50,7 @@ def sent_for_updates(scope):
         engine.submit(gradients, bucket_index=1, keeps_shard=True).wait()
         engine.submit(weights, bucket_index=0, exchange=f"{scope}_gather").wait()
 
-    # the first time ranks compare what they submit
+    # In the first all-reduce, the ranks also compare what they submit.
     whole()
     shared()
     bytes_whole = counted(whole)
@@ -73,7 +73,7 @@ NUM_BATCHES = 24
 
 
 class Deep(pl.LightningModule):
-    """Network whose last bucket, which all ranks get whole, has the small first layer alone."""
+    """Network whose last bucket, which every rank receives whole, contains only the small first layer."""
 
     kind = nn.Linear
 
@@ -87,7 +87,7 @@ class Deep(pl.LightningModule):
         return self.net(batch).square().mean()
 
     def configure_optimizers(self):
-        # which takes gradients of its own parts alone
+        # This optimizer only needs the gradients of its own shard.
         return LARS(self.parameters(), lr=0.1, fused=True)
 
 
@@ -113,7 +113,7 @@ def sent_before_third_and_last_step(trainer, module, batch, batch_idx):
 
 
 def sent_by_steps():
-    """Return the bytes of a step between hosts, from the third step to the last, by value of the option."""
+    """Return the bytes per step between hosts from the third step to the last, by value of the option."""
     bytes_of_step = {}
     for scope in ("off", "world"):
         looks = at(on_train_batch_start=sent_before_third_and_last_step)
@@ -124,7 +124,7 @@ def sent_by_steps():
 
 
 def test_a_step_shared_by_all_sends_the_two_halves_of_an_all_reduce(cluster_or_skip):
-    """2 (n - 1) / n of all weights in halves: gradients are scattered, weights gathered."""
+    """A step sends 2 (n - 1) / n of all half-precision weights: it scatters gradients and gathers weights."""
     with Cluster(num_hosts=4, ranks_per_host=1, mbit_per_s=2000) as cluster:
         results = cluster.call(sent_by_steps, timeout_s=180)
     whole = max(of_rank["off"] for of_rank in results)
@@ -133,16 +133,16 @@ def test_a_step_shared_by_all_sends_the_two_halves_of_an_all_reduce(cluster_or_s
     print(
         f"a step sends {shared:,.0f} bytes, {shared / claim:.4f} of the formula; not shared {whole / claim:.4f}"
     )
-    # barriers, verdicts and checksums of four ranks
+    # Barriers, decisions and checksums of four ranks.
     assert claim <= shared <= claim * (1 + TOLERANCE) + 2**16
     assert shared == pytest.approx(whole, rel=TOLERANCE)
 
 
-# ---- weights that come while forward runs ----------------------------------------------------------------------------
+# ---- weights that arrive during forward ------------------------------------------------------------------------------
 
 
 class Waits(nn.Linear):
-    """A layer that takes time and no processor, as on a device."""
+    """Layer that takes time without using the processor, like a layer on a device."""
 
     def forward(self, x):
         time.sleep(LAYER_S)
@@ -154,7 +154,7 @@ class Slow(Deep):
 
 
 def take_turns(trainer, module, batch, batch_idx):
-    """Time three steps that wait for the gather at once, and three that wait in forward."""
+    """Time three steps that wait for the gather at once, and three that wait during forward."""
     shared = trainer.strategy._extensions.members[0]._sharded_fit
     if batch_idx == 0:
         shared.late = shared._late
@@ -172,12 +172,13 @@ def take_turns(trainer, module, batch, batch_idx):
 
 
 def seconds_of_steps():
-    """Medians: steps that wait for the gather at once, its own time there, and steps that wait in forward."""
+    """Return the medians of steps that wait for the gather, of that gather, and of steps that wait in forward."""
     looks = at(on_train_batch_start=take_turns)
     seen = fit_of_deep(Slow, looks, shard_update="world")
     times_s, (gathers_s, *_) = zip(*seen.looks["on_train_batch_start"], strict=True)
     steps_s = [after - before for before, after in itertools.pairwise(times_s)]
-    # The gather before the first of three was of the other kind, and the first three compare what they submit.
+    # The gather before the first of three steps was of the other kind, and the first three steps compare what they
+    # submit.
     at_once_s = []
     gather_s = []
     late_s = []
@@ -194,7 +195,7 @@ def seconds_of_steps():
 
 @pytest.mark.clock
 def test_forward_hides_the_gather_of_weights(cluster_or_skip):
-    """4 MiB in halves, of which each host sends half, at 40 Mbit/s: 0.4 s, behind a forward of 0.6 s."""
+    """Of 4 MiB, each host sends half at 40 Mbit/s, which takes 0.4 s and is hidden by a forward pass of 0.6 s."""
     with Cluster(num_hosts=2, ranks_per_host=1, mbit_per_s=40, delay_us=200) as cluster:
         at_once_s, gather_s, late_s = cluster.call(seconds_of_steps, timeout_s=300)[0]
     hidden = (at_once_s - late_s) / gather_s
@@ -204,10 +205,10 @@ def test_forward_hides_the_gather_of_weights(cluster_or_skip):
     assert hidden > 0.5
 
 
-# ---- layers cut over the ranks of a node -----------------------------------------------------------------------------
+# ---- layers sliced across the ranks of a node ------------------------------------------------------------------------
 
-# fc6, fc7 and fc8 of AlexNet at a quarter of their features, fp16, a quarter of 64 images on each of eight ranks: all
-# bytes are those of the whole network, divided by 16.
+# fc6, fc7 and fc8 of AlexNet with a quarter of their features in fp16, and a quarter of 64 images on each of eight
+# ranks. All bytes are those of the whole network divided by 16.
 NUM_SLICES = 8
 NUM_IMAGES = 16
 NUM_INPUTS = 2304
@@ -216,7 +217,7 @@ NUM_CLASSES = 256
 
 
 def sent_by_slices():
-    """Return the bytes of the pair, of pair and head, and of the sum of the gradients of whole layers."""
+    """Return the bytes of the pair, of pair and head, and of the all-reduce of the gradients of whole layers."""
     torch.manual_seed(0)
     layers = [(NUM_INPUTS, NUM_FEATURES), (NUM_FEATURES, NUM_FEATURES), (NUM_FEATURES, NUM_CLASSES)]
     net = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers)).half()
@@ -232,14 +233,14 @@ def sent_by_slices():
 
 
 def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
-    """2 (g - 1) b (n_in + n_out) elements from each rank. Whole layers would send 2 (g - 1) / g of all weights."""
+    """Each rank sends 2 (g - 1) b (n_in + n_out) elements. Whole layers would send 2 (g - 1) / g of all weights."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_SLICES, mbit_per_s=1000) as cluster:
         result = cluster.call(sent_by_slices, timeout_s=300)
     pair, cut, whole = (max(of_ranks) for of_ranks in zip(*result, strict=True))
     rows = NUM_SLICES * 2 * (NUM_SLICES - 1) * NUM_IMAGES * 2
     claim_of_pair = rows * (NUM_INPUTS + NUM_FEATURES)
     claim_of_cut = rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_SLICES)
-    # barriers and counts of images of eight ranks
+    # Barriers and image counts of eight ranks.
     assert claim_of_pair <= pair <= claim_of_pair * (1 + TOLERANCE) + 2**19
     assert claim_of_cut <= cut <= claim_of_cut * (1 + TOLERANCE) + 2**19
     whole_fc8 = NUM_SLICES * 2 * (NUM_SLICES - 1) / NUM_SLICES * NUM_FEATURES * NUM_CLASSES * 2
@@ -247,7 +248,7 @@ def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
     assert whole / cut == pytest.approx(6.5, rel=0.05)
 
 
-# Of a language model on four ranks, 8 sequences of 32 tokens on each, in fp32; all tokens of BERT.
+# A language model on four ranks with 8 sequences of 32 tokens on each, in fp32, with BERT's vocabulary.
 NUM_TOKENS = 8 * 32
 HIDDEN = 768
 VOCABULARY = 30_522
@@ -284,13 +285,13 @@ def sent_by_transformers():
 def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losses_no_logits(
     cluster_or_skip,
 ):
-    """Two sums of all tokens for attention, two for feed-forward, forward and backward. A head half of that."""
+    """Attention and feed-forward each reduce all tokens twice, in forward and backward. A head sends half of that."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_SHARING, mbit_per_s=1000) as cluster:
         result = cluster.call(sent_by_transformers, timeout_s=300)
     attention, feed_forward, head, losses, logits = (
         max(of_ranks) for of_ranks in zip(*result, strict=True)
     )
-    # of all ranks; torch's sum sends 2 (g - 1) / g
+    # Over all ranks. Torch's all-reduce sends 2 (g - 1) / g.
     pair = 4 * (NUM_SHARING - 1) * NUM_SHARING * NUM_TOKENS * HIDDEN * 4
     assert attention == pytest.approx(pair, rel=TOLERANCE)
     assert feed_forward == pytest.approx(pair, rel=TOLERANCE)
@@ -298,7 +299,7 @@ def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losse
     assert logits / losses > 1000
 
 
-# ---- a pipeline: of each cut one tensor there and its gradient back --------------------------------------------------
+# ---- a pipeline: one tensor forward and its gradient back for each cut -----------------------------------------------
 
 NUM_RANKS = 4
 NUM_MICROBATCHES = 8
@@ -330,13 +331,13 @@ def sent_by_schedules():
 
 
 def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batch(cluster_or_skip):
-    """2 M (v S - 1) tensors: interleaved stages, two on each rank, send (2 S - 1) / (S - 1) times as much."""
+    """A step sends 2 M (v S - 1) tensors. Two interleaved stages per rank send (2 S - 1) / (S - 1) times as much."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_RANKS, mbit_per_s=1000) as cluster:
         of_ranks = cluster.call(sent_by_schedules, timeout_s=300)
     for schedule, parts in STAGES_PER_RANK.items():
         claim = 2 * NUM_MICROBATCHES * (parts * NUM_RANKS - 1) * math.prod(SHAPE) * 2
         result = max(of_rank[schedule] for of_rank in of_ranks)
-        # barriers and the watchdog's words
+        # Barriers and messages of the watchdog.
         assert claim <= result <= claim * (1 + TOLERANCE) + 2**16
 
 
@@ -344,7 +345,7 @@ def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batc
 
 PAIRS = 4096
 FEATURES = 128
-# times N (W - 1) / W, by each rank
+# Multiplied by N (W - 1) / W for each rank.
 FORMULAS = {"InfoNCE": 16 * FEATURES + 8, "SigLIP": 12 * FEATURES}
 
 
@@ -360,18 +361,18 @@ def test_losses_send_what_their_formulas_say(cluster_or_skip):
     with Cluster(num_hosts=1, ranks_per_host=NUM_RANKS, mbit_per_s=1000) as cluster:
         of_ranks = cluster.call(sent_by_losses, timeout_s=300)
     for name, formula in FORMULAS.items():
-        claim = (NUM_RANKS - 1) * PAIRS * formula  # of all ranks: they share a host
+        claim = (NUM_RANKS - 1) * PAIRS * formula  # over all ranks, which share a host
         most = max(of_rank[name] for of_rank in of_ranks)
         assert claim <= most <= claim * (1 + TOLERANCE) + 2**16
 
 
-# ---- steps between averages: two sums of weights in H steps, in fp32 or through a codec ------------------------------
+# ---- local steps: two reductions of weights in H steps, in fp32 or through a codec -----------------------------------
 
 HOSTS = 4
 RANKS_PER_HOST = 2
 LAYER_WIDTH = 2048
 NUM_STEPS = 16
-# What a node sends of a byte that is summed over nodes, and of words on state and signals, all steps together.
+# Bytes that a node sends per byte reduced across nodes, and bytes of state and signals over all steps.
 SENT = 2 * (HOSTS - 1) / HOSTS
 WORDS = 100_000
 
@@ -402,10 +403,10 @@ def sent_across_after_last_step(trainer, *args):
 
 
 def sent_by_fits():
-    """Return the bytes between hosts from the first step to the last, of gradients and of three averages."""
+    """Return the bytes between hosts from the first step to the last, for gradients and for three kinds of averages."""
     results = []
     train = DataLoader(torch.randn(NUM_STEPS * HOSTS * RANKS_PER_HOST, LAYER_WIDTH), batch_size=1)
-    # In small chunks messages of 4 bits are of a few KiB, of which headers are some percent.
+    # In small chunks, 4-bit messages have a few KiB, of which headers are some per cent.
     comm = Comm(plan=CommPlan(algorithm="two_level", chunk_bytes=2**22))
     looks = at(on_train_start=sent_across, on_train_batch_end=sent_across_after_last_step)
     options = {"comm": comm, "precision": "16-true", "max_steps": NUM_STEPS, "callbacks": looks}
@@ -421,9 +422,9 @@ def sent_by_fits():
 
 
 def test_nodes_send_weights_and_momentum_once_in_eight_steps(cluster_or_skip):
-    """In 8 bits an eighth of what fp16 gradients are in every step."""
+    """In 8 bits, they send an eighth of the bytes of fp16 gradients in every step."""
     num_averages = NUM_STEPS / 8
-    # of an element: gradients in fp16, then weights and momentum in fp32, in 8 and in 4 bits
+    # Bytes per element: gradients in fp16, then weights and momentum in fp32, in 8 bits and in 4 bits.
     bytes_of_element = [
         2 * NUM_STEPS,
         2 * 4 * num_averages,

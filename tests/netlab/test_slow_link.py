@@ -1,4 +1,4 @@
-"""A link at half its rate, and a slow rank beside it, in fits on an emulated cluster."""
+"""Link with half its bandwidth, and a slow rank in addition, in fits on an emulated cluster."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ WINDOW = 5  # steps
 
 
 class Wide(pl.LightningModule):
-    """A megabyte of gradients, which takes longer on the links than everything else."""
+    """Module with a megabyte of gradients, which takes longer on the links than everything else."""
 
     def __init__(self, slow_rank):
         super().__init__()
@@ -41,7 +41,7 @@ class Wide(pl.LightningModule):
 
 
 def messages_of_a_fit(num_windows, slow_rank=-1):
-    """Return what rank zero has reported, with the windows so far. The fit ends with its first message."""
+    """Return the reports of rank zero with the number of windows so far. The fit ends with the first report."""
     monitor = StragglerMonitor(every_n_steps=WINDOW)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""Two optimizers next to each other: one of whole tensors, and one of what a maker makes of the same tensors.
+"""Pairs of optimizers: a reference on whole tensors, and one on the same tensors as a maker prepares them.
 
-A maker says by which path a step goes (loop, lists, fused passes of C++), and where elements are: whole, in parts that
-ranks share, or in shards of DTensors. `tests/optim/test_contract.py` holds all of them to one contract.
+A maker determines the path of a step (loop, lists, fused C++ passes) and the location of elements: whole tensors, parts
+that ranks share, or DTensor shards. `tests/optim/test_contract.py` checks all makers against one contract.
 """
 
 import threading
@@ -23,8 +23,8 @@ LOOP = {"foreach": False}
 LISTS = {"foreach": True}
 FUSED = {"fused": True}
 PATHS = {"loop": LOOP, "lists": LISTS, "fused": FUSED}
-# Tiles of 128 and a rest; no dimension; nothing; blocks that two and three ranks share, one of them a matrix, and one
-# whose last block is short.
+# Tiles of 128 and a remainder, a scalar, an empty tensor, blocks that two and three ranks share (one of them a matrix),
+# and a tensor whose last block is short.
 SHAPES = [(33, 17), (), (0, 3), (3 * BLOCK + 300,), (3, BLOCK + 17), (5,)]
 LR = {"LARS": 4.0, "LAMB": 0.1}
 
@@ -40,7 +40,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Parts:
-    """Spans of large tensors, as ranks share an update. `add_up_` adds a table over them."""
+    """Layout in which ranks share the spans of large tensors. `add_up_` reduces a table over the ranks."""
 
     rank: int
     num_ranks: int
@@ -69,7 +69,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Shards(Whole):
-    """DTensors on a mesh. The placements of a dimension that a tensor does not have are left out."""
+    """Layout of DTensors on a mesh. Placements of dimensions that a tensor does not have are ignored."""
 
     mesh: object
     placements: tuple = (Shard(0),)
@@ -85,9 +85,9 @@ class Shards(Whole):
 
 
 def mesh_of(*shape, names=None):
-    """Make a mesh, without what torch remembers of one in an earlier world of the pool.
+    """Make a mesh without torch's memory of a mesh from an earlier world of the pool.
 
-    torch 2.11 holds meshes of equal shape for equal, and gives out one whose process groups have ended.
+    torch 2.11 treats meshes of equal shape as equal, and may return one whose process groups have ended.
     """
     _clear_sharding_prop_cache()
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -108,7 +108,7 @@ def local(tensor):
 
 
 def groups_of(params):
-    """Return two groups of alternating parameters. The second is excluded from trust ratios and decay."""
+    """Return two groups of alternating parameters. The second one is excluded from trust ratios and decay."""
     return [
         {"params": params[::2]},
         {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0},
@@ -116,7 +116,7 @@ def groups_of(params):
 
 
 def distance(params, expected):
-    """Return the largest relative distance of a tensor of `params` from that of `expected`."""
+    """Return the largest relative distance between tensors of `params` and of `expected`."""
     largest = 0.0
     for param, expected_param in zip(params, expected, strict=True):
         values = whole_in_float64(param)
@@ -136,14 +136,15 @@ def whole_in_float64(tensor):
 
 
 class OptimizerPair:
-    """A reference optimizer of whole tensors, and one of the same tensors as `layout` cuts them.
+    """Reference optimizer of whole tensors, and an optimizer of the same tensors as `layout` cuts them.
 
     Args:
         layout: `Whole`, `Parts` or `Shards`.
         path: Flags of the optimizer under test.
         whole_path: Flags of the reference.
         half: dtype of the gradients of the optimizer under test, which are scaled. The reference gets the same
-            gradients if it takes the same path. Otherwise they are unscaled before its step.
+        gradients if
+            it uses the same path. Otherwise they are unscaled before its step.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class OptimizerPair:
     def give_grads(self, seed, spoilt=None, bad=torch.inf):
         """Give both optimizers the gradients of a seed.
 
-        `spoilt`: (tensor, element) of the gradient that is `bad`, for the optimizer under test alone.
+        `spoilt`: (tensor, element) of the gradient that becomes `bad`, only for the optimizer under test.
         """
         set_grads(self.wholes, seed)
         for index, (whole, param) in enumerate(zip(self.wholes, self.params, strict=True)):
@@ -210,7 +211,7 @@ class OptimizerPair:
         return self.optimizer.last_found_inf.item()
 
     def steps(self, num, first=1):
-        """Make `num` steps. Each learning rate is half of the one before."""
+        """Make `num` steps, and halve the learning rate after each."""
         for seed in range(first, first + num):
             self.step(seed)
             for group in (*self.optimizer.param_groups, *self.reference.param_groups):
@@ -218,7 +219,7 @@ class OptimizerPair:
         return self
 
     def bits(self):
-        """Return all that a step writes, as bytes, so that -0.0 differs from 0.0."""
+        """Return all values that a step writes as bytes, so that -0.0 differs from 0.0."""
         tensors = list(self.params)
         for param in self.params:
             tensors += self.optimizer.state[param].values()
@@ -226,7 +227,7 @@ class OptimizerPair:
         return [value.view(torch.uint8) for value in values if value.numel()]
 
     def distance(self):
-        """Return the largest relative distance from the whole tensors on this rank, state included."""
+        """Return the largest relative distance from the whole tensors on this rank, including the state."""
         cuts = [self.layout.cut(whole.detach()) for whole in self.wholes]
         distances = [distance(self.params, cuts)]
         for param, whole in zip(self.params, self.wholes, strict=True):
@@ -241,7 +242,7 @@ class OptimizerPair:
 
 
 def on_threads(num_ranks, work):
-    """Return the results of `work(rank, add_up_)` on as many threads, of which one runs at a time."""
+    """Return the results of `work(rank, add_up_)` on one thread per rank, of which one runs at a time."""
     turn = threading.Lock()
     barrier = threading.Barrier(num_ranks, timeout=120)
     tables = [None] * num_ranks
@@ -261,7 +262,7 @@ def on_threads(num_ranks, work):
             table.copy_(sum(tables[1:], tables[0]))
             wait()
 
-        # of this thread: else each has a pool of its own, and they wait for each other
+        # Limits this thread. Otherwise each thread would have its own pool, and the pools would wait for each other.
         torch.set_num_threads(1)
         with turn:
             try:
@@ -275,16 +276,16 @@ def on_threads(num_ranks, work):
 
 
 def overflow(both, spoilt, is_verdict_given=False, bad=torch.inf):
-    """Return the verdicts of three steps, whether the second left every bit, and the distance after the third.
+    """Return the verdicts of three steps, whether the second left all bits unchanged, and the distance after the third.
 
     Args:
         both: Optimizers to step.
         spoilt: (tensor, element) of the gradient that is `bad`.
-        is_verdict_given: The user sets `found_inf` instead, on the last rank of parts alone.
+        is_verdict_given: Whether the user sets `found_inf` instead. With parts, only the last rank sets it.
         bad: Value of the spoilt element.
     """
     verdicts = [both.step(1)]
-    make_first_element_negative_zero(both)  # which must not become 0.0
+    make_first_element_negative_zero(both)  # it must not become 0.0
     before = both.bits()
     if is_verdict_given:
         layout = both.layout
@@ -310,7 +311,7 @@ def make_first_element_negative_zero(both):
 
 
 def written(both):
-    """Return the distance after three steps. User code writes all weights in between.
+    """Return the distance after three steps, between which user code writes all weights.
 
     Torch sees only the first write.
     """

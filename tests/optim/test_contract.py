@@ -1,6 +1,6 @@
-"""Contract of every implementation of LARS and LAMB (loop, lists, C++), on whole tensors, parts and shards.
+"""Contract of all implementations of LARS and LAMB (loop, lists, C++), on whole tensors, parts and shards.
 
-The Triton kernels are held to it in `fused/cuda/test_kernels.py`, in an interpreter that needs a process of its own.
+`fused/cuda/test_kernels.py` checks the Triton kernels, in an interpreter that needs a separate process.
 """
 
 import copy
@@ -33,10 +33,10 @@ from tests.precision.test_optimizer_protocol import HostReads
 from tests.scenes import same
 from tests.toy import error_of
 
-# ---- of a step on whole tensors, whatever its flags ------------------------------------------------------------------
+# ---- steps on whole tensors with any flags ---------------------------------------------------------------------------
 
 SHAPES = [(6, 5), (), (0, 3), (3, 700)]
-# each pair of values
+# Every pair of values.
 SWITCHES = [
     (False, False, False),
     (False, True, True),
@@ -89,7 +89,7 @@ def assert_same_end(first_pair, second_pair, num_steps=2, first_step=3):
 def test_a_step_moves_parameters_with_a_gradient_alone_and_writes_no_gradient(rule, flags):
     (optimizer, params), _ = pair(rule, flags)
     before = copies_of(params)
-    optimizer.step()  # no gradient at all
+    optimizer.step()  # without any gradient
     assert_same_bits(params, before)
     set_grads(params, 1)
     params[1].grad = None
@@ -119,7 +119,7 @@ ORTHOGONAL = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rule", "flags"), [*cases(), *ORTHOGONAL])
 def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
-    """Half-precision parameters too, whose state torch's own `load_state_dict` would round."""
+    """This includes half-precision parameters, whose state torch's own `load_state_dict` would round."""
     for dtype, medium in (
         (torch.bfloat16, "file"),
         (torch.bfloat16, "deepcopy"),
@@ -148,7 +148,7 @@ def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
 @every_rule
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(PATHS, 2)))
 def test_state_saved_by_one_path_is_continued_by_another(rule, source, target):
-    """Bit for bit among lists and loop. To or from the fused step within five roundings of a step."""
+    """Lists and loop continue each other bit for bit, and the fused step within five roundings per step."""
     (optimizer, params), whole = pair(rule, PATHS[source])
     run(optimizer, params, 3)
     run(*whole, 5)
@@ -212,7 +212,7 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(rule, flags)
 @pytest.mark.sampled(3)
 @every_case
 def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
-    """The protocol of fused optimizers is declared where the step is fused, and nowhere else."""
+    """An optimizer declares the protocol of fused optimizers exactly if its step is fused."""
     (ours, our_params), (theirs, their_params) = pair(rule, flags)
     assert getattr(ours, "_step_supports_amp_scaling", False) is bool(flags.get("fused"))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
@@ -237,7 +237,7 @@ def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
 @pytest.mark.sampled(3)
 @every_case
 def test_capturable_reads_nothing_on_the_host_with_rates_as_tensors(rule, flags):
-    """A CUDA graph needs this. Without the flag rates and counts on a CPU are read, where that costs nothing."""
+    """A CUDA graph needs `capturable`. Without it, rates and counts on a CPU are read, which costs nothing."""
     (optimizer, params), _ = pair(rule, flags)
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"])
@@ -278,7 +278,7 @@ def compiled_cases():
 
 @pytest.mark.parametrize(("rule", "options", "is_scaled"), list(compiled_cases()))
 def test_a_compiled_step_is_one_graph_and_the_same_step(rule, options, is_scaled):
-    """The rates change, so that a value frozen into the graph would show. Other rounding: some five times a step."""
+    """The learning rates change, so that a value frozen into the graph would show. Rounding differs slightly."""
     (plain, params), (compiled, compiled_params) = pair(rule, {"maximize": True, **options})
     for group in compiled.param_groups:
         group["lr"] = torch.tensor(group["lr"])
@@ -301,16 +301,17 @@ def test_a_compiled_step_is_one_graph_and_the_same_step(rule, options, is_scaled
         step()
         for group in (*plain.param_groups, *compiled.param_groups):
             group["lr"] *= 0.5
-    # The first step makes the state, and the second one finds it: no rate and no count is compiled into a graph.
+    # The first step creates the state, and the second one finds it. No rate and no count is compiled into a graph.
     assert 1 <= len(graphs) <= 2
     assert makers.distance(compiled_params, params) <= 5e-6
 
 
-# ---- of every maker, next to an optimizer of whole tensors -----------------------------------------------------------
+# ---- every maker compared with an optimizer of whole tensors ---------------------------------------------------------
 
 RULE = {"LARS": LARS, "LAMB": LAMB}
-# How far from whole tensors. Loop and lists add squares in float64, parts of a sum in the order of blocks: the same
-# bits. Fused passes add 128 squares at a time in float32: other than the loop does, and than a cut elsewhere does.
+# Maximum distance from whole tensors. Loop and lists add squares in float64, and parts in the order of blocks, which
+# gives the same bits. Fused passes add 128 squares at a time in float32, which differs from the loop and depends on the
+# cut.
 BOUND = {
     ("whole", "lists"): 0.0,
     ("whole", "fused"): 2e-6,
@@ -343,12 +344,12 @@ OPTIONS = {
         {"bias_correction": False, "max_grad_norm": 0.5, "eps": 0.0},
     ],
 }
-# every value of each
+# Every value of each option.
 SOME = {"LARS": OPTIONS["LARS"][::5], "LAMB": OPTIONS["LAMB"][::2]}
 
 
 def results_by_rank(request, kind, measure, *args):
-    """Return rank and result of `measure(kind, *args)`: of this process for whole tensors, else of two ranks."""
+    """Yield rank and result of `measure(kind, *args)`, from this process for whole tensors and else from two ranks."""
     if kind == "whole":
         results = [measure(kind, *args)]
     else:
@@ -356,7 +357,8 @@ def results_by_rank(request, kind, measure, *args):
     return enumerate(results)
 
 
-# Rows that ranks share evenly, unevenly, and of which only one rank has any; a chunk of the fused passes and a rest.
+# Rows that ranks share evenly, unevenly, and of which only one rank has any, and a chunk of the fused passes with a
+# remainder.
 SHARDED = [(8, 5), (5, 7), (1, 6), (3,), (4, 5000), (2, 3, 2, 2)]
 
 
@@ -435,7 +437,7 @@ def test_an_overflow_of_an_orthogonal_step_leaves_every_bit_too(path):
     )
     assert verdicts == [0.0, 1.0, 0.0]
     assert is_untouched
-    bound = 0.0 if path == "loop" else 1e-4  # five iterations in lists round otherwise
+    bound = 0.0 if path == "loop" else 1e-4  # five iterations in lists round differently
     assert distance <= bound
 
 
@@ -458,7 +460,7 @@ def written(kind, path, rule):
 @every_maker
 @both_rules
 def test_a_write_to_weights_between_steps_counts_in_their_norm(request, kind, path, rule):
-    """Parameters belong to the user, who may write them by `.data` too: no step may carry a norm to the next."""
+    """Users may write parameters, even through `.data`, so no step may carry a norm over to the next one."""
     for rank, distance in results_by_rank(request, kind, written, path, rule):
         assert distance <= max(2e-6, BOUND[kind, path]), f"rank {rank}"
 
@@ -475,7 +477,7 @@ def of_half_parameters(kind, path, rule, dtype):
 @both_rules
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_parameters_have_float32_state(request, kind, path, rule, dtype):
-    """One step: arithmetic is float32, so that only the last rounding of a weight can fall either way, if fused."""
+    """After one step in float32, only the last rounding of a weight may differ, and only in a fused step."""
     bound = torch.finfo(dtype).eps / 5 if path == "fused" else 0.0
     for rank, result in results_by_rank(request, kind, of_half_parameters, path, rule, dtype):
         distance, dtypes = result

@@ -1,4 +1,4 @@
-"""DTensor parameters, on real ranks: each moves its shards as the whole tensors move. Few collectives. Refusals."""
+"""DTensor parameters on real ranks: shards move like whole tensors, with few collectives, and errors."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ from tests.toy import error_of
 
 @dataclass(frozen=True)
 class Mixed(Whole):
-    """Layout that gives each tensor one of the placements, by its shape. None leaves it plain."""
+    """Layout that gives each tensor one of the placements, depending on its shape. None leaves it plain."""
 
     mesh: object
     placements: list
@@ -52,20 +52,20 @@ def distance_on_rank(placements, rule, options, path):
     return both.steps(3).distance()
 
 
-# The sums of squares of small tensors are float64: in another order they give the same float32 ratio, and so the same
-# bits. The fused passes add 128 squares at a time in float32, so another cut rounds otherwise, by 6e-8 a step.
+# The sums of squares of small tensors are float64. In another order they give the same float32 ratio, and so the same
+# bits. The fused passes add 128 squares at a time in float32, so another cut differs by rounding, by 6e-8 per step.
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", [{}, FUSED], ids=["lists", "fused"])
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four_ranks):
-    """Hybrid sharding has replicas: to add over them too would count every element twice."""
+    """Hybrid sharding has replicas. Adding over them as well would count every element twice."""
     placements = [
         [Shard(0), Shard(0)],
         [Replicate(), Shard(0)],
         [Shard(0), Shard(1)],
         [Shard(1), Replicate()],
     ]
-    # In a quotient of two norms a factor of both would not be seen.
+    # A common factor would cancel in a quotient of two norms. These options make it visible.
     options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
     bound = 2e-6 if path == FUSED else 0.0
     distances = four_ranks.run(distance_on_rank, placements, rule, options, path)
@@ -162,13 +162,13 @@ class Collectives:
                 self.count += number
 
 
-# Float32 gradients are added in another order than those of the whole batch; LAMB divides by roots of their squares,
-# which amplifies that in small ones.
+# Float32 gradients are added in another order than in the whole batch. LAMB divides by roots of their squares, which
+# amplifies the difference for small gradients.
 @pytest.mark.parametrize(("rule", "path", "bound"), [(LARS, {}, 5e-6), (LAMB, FUSED, 5e-5)])
 def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_batch(
     rule, path, bound, four_ranks
 ):
-    """Each alone: `tests/strategy/test_model_parallel.py`."""
+    """`tests/strategy/test_model_parallel.py` tests sharding and tensor parallelism separately."""
     for rank, result in enumerate(four_ranks.run(engines_on_rank, rule, path)):
         assert result.distance <= bound, f"rank {rank}"
         assert result.kinds >= {"Shard", "_StridedShard"}, f"rank {rank}"
@@ -177,7 +177,7 @@ def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_
 
 
 def sequence_on_rank():
-    """Normalise a half of the rows on each rank. Return the distance, and which gradients were partial."""
+    """Normalise half of the rows on each rank. Return the distance, and which gradients were partial."""
     mesh = mesh_of(2)
     rank = dist.get_rank()
     ours = nn.Sequential(*block_net()[0].children())
@@ -202,7 +202,7 @@ def sequence_on_rank():
 
 
 def test_gradients_that_are_sums_yet_to_be_made_are_added_up(two_ranks):
-    """Sequence parallelism. Without it the weights of the normalisation would see half of the batch."""
+    """Without this, sequence parallelism would give the normalisation's weights gradients of half of the batch."""
     for rank, (distance_of_rank, are_partial) in enumerate(two_ranks.run(sequence_on_rank)):
         assert are_partial == [True, True], f"rank {rank}"
         assert distance_of_rank <= 5e-6, f"rank {rank}"

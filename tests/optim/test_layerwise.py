@@ -1,4 +1,4 @@
-"""Tests that LARS and LAMB share."""
+"""Behaviour that LARS and LAMB have in common."""
 
 import math
 from functools import partial
@@ -64,7 +64,7 @@ def test_half_precision_is_float32_but_for_one_rounding_at_the_end(rule, dtype):
             single.data.copy_(single.to(dtype))
     for half, single in zip(halves, floats, strict=True):
         torch.testing.assert_close(half.float(), single.detach(), rtol=2e-2, atol=1e-4)
-        if half.numel() < 2**15:  # above, the norm of half precision is summed in other units
+        if half.numel() < 2**15:  # larger half-precision norms are added in other units
             assert_same_bits([half], [single.to(dtype)])
             assert same(optimizer_of_halves.state[half], optimizer_of_floats.state[single])
 
@@ -129,7 +129,7 @@ def test_every_bad_argument_is_refused_for_the_optimizer_and_for_a_group(rule, n
 @pytest.mark.parametrize(
     ("rule", "group", "options", "words"),
     [
-        # a typo
+        # A typo.
         (
             LARS,
             {"trust_ration": False},
@@ -181,7 +181,7 @@ def test_what_does_not_go_together_is_refused(rule, group, options, words):
     [
         {"lr_scale": 0.5},  # layer decay of BEiT and ConvNeXt
         {"layer_id": 3},
-        # a group that another optimizer of torch's has filled in
+        # A group that another torch optimizer has filled in.
         {"dampening": 0.0, "amsgrad": False},
         {"weight_decay_scale": 0.1, "lr_mult": 2.0, "no_weight_decay": True},
     ],
@@ -227,7 +227,7 @@ def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_
 
 @pytest.mark.parametrize("rule", [RULES["lars-joint"], RULES["lamb"]])
 def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(rule):
-    """Alone on the CPU it is worked on in blocks, in a list as a whole. Sums of squares are then in another order."""
+    """On the CPU a single layer is processed in blocks, and a list as a whole, with squares added in another order."""
     in_blocks = parameters((1100, 1000), (3,))
     whole = parameters((1100, 1000), (3,))
     for params, foreach in ((in_blocks, False), (whole, True)):
@@ -245,7 +245,7 @@ def exact_norm(tensor: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_norm_of_a_large_constant_layer_is_right_to_1e_6(dtype):
-    """Equal addends are the worst case: each rounds the same way. The norm of n times c is known: c * sqrt(n)."""
+    """Equal addends are the worst case, because each rounds the same way. The norm of n times c is c * sqrt(n)."""
     layer = torch.full((FC6,), 0.01, dtype=dtype)
     assert tensor_norms([layer]).item() == pytest.approx(layer[0].item() * math.sqrt(FC6), rel=1e-6)
 
@@ -273,7 +273,7 @@ def test_norm_does_not_depend_on_the_layout():
 
 @pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)
 def test_channels_last_weights_take_the_same_steps(grad_format):
-    """Blocks go along memory, which is right only where all of weight, gradient and buffer share the layout."""
+    """Blocks follow the memory order, which is only right if weight, gradient and buffer share their layout."""
     plain = parameters((160, 128, 6, 6))
     last = [nn.Parameter(plain[0].detach().to(memory_format=torch.channels_last))]
     for params in (plain, last):
@@ -288,7 +288,7 @@ def test_channels_last_weights_take_the_same_steps(grad_format):
 
 
 def test_a_group_of_lamb_with_a_bound_of_its_own_is_refused():
-    """One bound holds for the gradients of all groups together."""
+    """One bound applies to the gradients of all groups together."""
     for bound in (None, 1.0):
         with pytest.raises(
             ValueError,

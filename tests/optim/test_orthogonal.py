@@ -1,4 +1,4 @@
-"""Steps along the orthogonalised momentum: against the singular value decomposition, torch's Muon and a plain loop."""
+"""Steps along the orthogonalised momentum, compared with the SVD, with torch's Muon and with a plain loop."""
 
 import copy
 
@@ -41,7 +41,7 @@ def iterate(matrix):
 
 
 def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coefficient):
-    """Return the weights of one layer after the steps, in float64. `coefficient` None: Muon's size."""
+    """Return the weights of one layer after the steps in float64. If `coefficient` is None, use Muon's size."""
     w = start.clone()
     v = torch.zeros_like(start)
     for g, lr in zip(gradients, lrs, strict=True):
@@ -71,10 +71,10 @@ def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coeffi
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
 @pytest.mark.parametrize("excluded", [False, True], ids="muon_size={}".format)
 def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
-    """All arithmetic is float64. Five iterations multiply a rounding by up to 3.4 each, over 20 steps."""
+    """In float64, each of five iterations multiplies a rounding error by up to 3.4, over 20 steps."""
     layers = parameters(*SHAPES[:6], dtype=torch.float64)
     with torch.no_grad():
-        layers[2].zero_()  # its first step is that of momentum
+        layers[2].zero_()  # its first step is a momentum step
     starts = [layer.detach().clone() for layer in layers]
     rule = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
     group = {"params": layers}
@@ -128,7 +128,7 @@ def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
 
 
 def test_a_step_inside_of_autocast_has_the_same_bits():
-    """A manual loop steps so in its `training_step` with 16-mixed and bf16-mixed."""
+    """With 16-mixed and bf16-mixed, a manual loop steps inside of autocast in its `training_step`."""
     moment = normals(16, 24, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         inside = orthogonalized(moment)[0]
@@ -210,7 +210,7 @@ def has_group(trainer, *_):
 def test_in_a_fit_the_ranks_of_a_node_share_the_work_and_the_group_is_taken_back(
     two_ranks, precision
 ):
-    """The first step of the second fit is shared, too: all bits are the same either way."""
+    """The first step of the second fit is shared again. Shared and separate work give equal bits."""
     scene = {"precision": precision, "max_steps": 5}
     looks = at(on_train_batch_end=has_group)
     rank_0, rank_1 = two_ranks.run(group_left, {"callbacks": [looks], **scene})

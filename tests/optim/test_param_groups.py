@@ -10,7 +10,7 @@ from lightning_hybrid.optim import LARS, ParamGroups, param_groups
 
 
 class HomeMadeNorm(nn.Module):
-    """Normalisation of many language models: not a subclass of torch's, so only its shape reveals it."""
+    """Normalisation as in many language models. It is no subclass of torch's layers, so only its shape reveals it."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def names_of(groups, model):
 
 def test_only_weights_that_are_no_normalisation_are_adapted_and_decay_in_the_models_order():
     net = model()
-    # may be copied
+    # The groups may be copied.
     groups = copy.deepcopy(param_groups(net, 0.1), {id(param): param for param in net.parameters()})
     assert "adapted" in groups.report()
     adapted, excluded = names_of(groups, net)
@@ -115,7 +115,7 @@ def test_frozen_parameters_are_left_out_unless_asked_for():
     assert names_of(param_groups(net, 0.1), net) == [["1.weight"], ["1.bias"]]
     both = param_groups(net, 0.1, include_frozen=True)
     assert names_of(both, net) == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
-    # matches, though frozen
+    # The pattern matches, although the parameter is frozen.
     assert names_of(param_groups(net, 0.1, "0.weight"), net) == [
         ["1.weight"],
         ["1.bias"],

@@ -1,6 +1,6 @@
-"""Parts of tensors, as ranks share an update: any sizes and forms, how often they add, how a norm is cut.
+"""Parts of tensors that ranks share in an update: sizes, forms, the number of reductions, and cuts of norms.
 
-Ranks are threads here, and their sum a stand-in; `test_contract.py` has them as processes.
+Ranks are threads here, with a mock reduction. `test_contract.py` uses processes.
 """
 
 import pytest
@@ -36,7 +36,7 @@ numels = st.builds(
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """The order in which a tensor is summed depends on the number of threads."""
+    """Use one thread, because the order in which a tensor is summed depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,7 +46,7 @@ def one_thread():
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=6)
 @given(st.lists(numels, min_size=2, max_size=4), st.integers(2, 5), st.sampled_from(sorted(RULES)))
-# a last block of one element; of one row of a list's norm
+# The last block has one element, or one row of a list's norm.
 @example([3 * BLOCK + 1, 2 * BLOCK + 256], 3, "barlow")
 @example([1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1], 2, "paper")
 def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(
@@ -79,7 +79,7 @@ def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(
 def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sums(
     is_in_blocks, dtype
 ):
-    """To 1e-13, where one sum of a tensor or of a small last block in another dtype would be 1e-9 off."""
+    """The bound is 1e-13. A single sum of a tensor, or of a small last block in another dtype, would be 1e-9 off."""
     for numel in (2 * BLOCK + 1, 2 * BLOCK + 40_000, (1 << 19) + 300):
         whole = normals(numel, seed=1).to(dtype)
         if is_in_blocks:
@@ -109,7 +109,7 @@ def test_parts_that_come_after_a_first_step_are_seen():
     both.optimizer.add_up_ = tables.append
     both.step(2)
     (table,) = tables
-    assert table.numel() == 1 + 2 * (5 + 1)  # the verdict; twice all blocks of both tensors
+    assert table.numel() == 1 + 2 * (5 + 1)  # the verdict, and twice all blocks of both tensors
 
 
 def test_a_part_has_no_direction_of_its_own():
@@ -147,7 +147,7 @@ def test_a_tensor_is_split_where_no_part_is_empty(numel, num_parts, block):
 
 
 def test_a_part_is_of_whole_blocks_of_the_passes():
-    """The chunk of the Triton kernels is held against it in `optim/fused/cuda`."""
+    """`optim/fused/cuda` compares the chunk of the Triton kernels with this block."""
     assert BLOCK % passes._BLOCK == 0
     Part(numel=3 * BLOCK + 5, begin=3 * BLOCK, end=3 * BLOCK + 5)
     Part(numel=5, begin=5, end=5)  # empty

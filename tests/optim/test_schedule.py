@@ -13,7 +13,7 @@ def sgd(*lrs):
 
 
 def trace(optimizer, schedule, num_steps):
-    """The rates that the next `num_steps` updates are made with, as lists over groups."""
+    """Return the learning rates of the next `num_steps` updates, as lists over groups."""
     rates = []
     for _ in range(num_steps):
         rates.append([float(group["lr"]) for group in optimizer.param_groups])
@@ -45,7 +45,7 @@ def test_the_peak_is_exact_and_without_warm_up_comes_first():
 
 
 def test_a_decay_from_the_start_falls_from_the_peak_to_the_curve():
-    """Caffe's rule: base * (1 - s / total) ** power, whose first W rates are those of the ramp."""
+    """Caffe's rule is base * (1 - s / total) ** power. The first W rates are those of the ramp."""
     optimizer = sgd(32.0)
     schedule = WarmupPolynomialDecay(
         optimizer, 4000, 400, end_lr=0.0, warmup_start_lr=1.0, decay_from="start"
@@ -71,7 +71,7 @@ def test_resume_gives_the_same_rates():
 
 @pytest.mark.parametrize("num_steps", [0, 7])
 def test_resume_by_last_epoch_gives_the_same_rates(num_steps):
-    """At step 0 the rate is 0, below the end: what counts is the base."""
+    """At step 0 the rate is 0, which is below the end, so the base rate must be used."""
     optimizer = sgd(8.0)
     schedule = WarmupPolynomialDecay(optimizer, 20, 5)
     trace(optimizer, schedule, num_steps)

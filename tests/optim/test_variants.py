@@ -1,4 +1,4 @@
-"""Every variant by name is its family's own rule, on every path."""
+"""Named variants, each of which equals the rule of its family on every path."""
 
 import copy
 import inspect
@@ -26,14 +26,14 @@ every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 lists_or_loop = pytest.mark.parametrize(
     "path", [PATHS["loop"], PATHS["lists"]], ids=["loop", "lists"]
 )
-SHAPES = [(7,), (20, 410), ()]  # small; in one piece, with a rest; of no dimension
+SHAPES = [(7,), (20, 410), ()]  # small; one piece with a remainder; a scalar
 COMMON = {"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01}
 
 
 def distance_from(family, *, maximize=False, **path):
-    """The largest ``|w - w_family| / |w_family|`` over layers, after a warm-up and a poly-2 decay."""
+    """Return the largest ``|w - w_family| / |w_family|`` over layers, after a warm-up and a poly-2 decay."""
     rule, named = FAMILIES[family]
-    # a ceiling, near enough to the ratio that both sides of it occur
+    # A ceiling close to the ratio, so that both sides occur.
     if "trust_clip" in named:
         peak = 0.02
     else:
@@ -65,7 +65,7 @@ def distance_from(family, *, maximize=False, **path):
 @every_path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fifty_steps_are_the_familys_rule(family, path):
-    """All arithmetic is float64, so 1e-12 leaves some 4000 roundings."""
+    """All arithmetic is float64, so 1e-12 allows some 4000 roundings."""
     assert distance_from(family, **path) <= 1e-12
 
 
@@ -78,7 +78,7 @@ def test_climbing_is_the_rule_with_gradients_negated(path):
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("denominator", ["sum", "joint"])
 def test_zero_norms_and_a_rate_of_zero(path, clip, denominator):
-    """Weights of zero: ratio 1. A gradient of zero: "sum" ratio 1. At lr = 0 nothing moves, whatever the ratio."""
+    """The ratio is 1 for zero weights, and for a zero gradient with "sum". With lr = 0 nothing moves at any ratio."""
     for lr in (0.5, 0.0):
         layers = parameters((600,), (600,), (600,), dtype=torch.float64)
         set_grads(layers, 1)
@@ -114,10 +114,10 @@ def assert_excluded_is(theirs, ours, num_steps=20):
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
 @pytest.mark.parametrize("momentum_form", ["lr_inside", "lr_outside", "ratio_outside"])
 def test_all_excluded_is_sgd_bit_for_bit(path, momentum_form, nesterov):
-    """At powers of two for rate, decay and momentum, which round no product.
+    """The test uses powers of two for rate, decay and momentum, with which products are exact.
 
-    Else "lr_inside", which multiplies in another order, and the fused step, which rounds a product before it is added
-    where SGD does not, differ by rounding.
+    With other numbers there are rounding differences: "lr_inside" multiplies in another order, and the fused step
+    rounds a product before adding it where SGD does not.
     """
     options = {"lr": 0.125, "weight_decay": 2.0**-10, "momentum": 0.5, "nesterov": nesterov}
     assert_excluded_is(
@@ -140,12 +140,13 @@ def test_all_excluded_is_sgd_and_adamw_bit_for_bit_at_any_numbers(path, foreach)
 
 
 LAMB_FORMS = {
-    "published": {},  # bias correction: the published paper's Algorithm 2
+    "published": {},  # bias correction, as in the published paper's Algorithm 2
     "early": {"bias_correction": False},  # arXiv v1 to v3, and most ports
     "published-clip": {"trust_clip": 0.5},
     "early-clip": {"bias_correction": False, "trust_clip": 0.05},
-    "bounded": {"weight_norm_bounds": (2.2, 3.0)},  # at first one of three layers below, one above
-    "nvlamb": {"max_grad_norm": 3.0},  # NVIDIA's: all gradients clipped together
+    # at first, one of three layers is below and one above
+    "bounded": {"weight_norm_bounds": (2.2, 3.0)},
+    "nvlamb": {"max_grad_norm": 3.0},  # NVIDIA's, with all gradients clipped together
     "all": {"bias_correction": False, "trust_clip": 0.5, "max_grad_norm": 3.0},
 }
 
@@ -155,7 +156,7 @@ LAMB_FORMS = {
 @pytest.mark.parametrize("capturable", [False, True], ids="capturable={}".format)
 @pytest.mark.parametrize("form", LAMB_FORMS)
 def test_fifty_steps_of_lamb_are_its_rule(form, path, capturable):
-    """All arithmetic is float64, so 1e-12 leaves some 4000 roundings. `maximize` and back: signs negated twice."""
+    """In float64, 1e-12 allows some 4000 roundings. `maximize` with negated gradients negates the signs twice."""
     layers = parameters((7,), (5, 3), (2, 2, 2), dtype=torch.float64)
     layers[2].data.zero_()  # its first ratio is 1
     starts = [layer.detach().clone() for layer in layers]
@@ -166,7 +167,7 @@ def test_fifty_steps_of_lamb_are_its_rule(form, path, capturable):
     gradients = []
     lrs = []
     for step in range(50):
-        # Norms of about 6 and 1.2: `max_grad_norm=3` clips some steps and not others.
+        # The norms are about 6 and 1.2, so `max_grad_norm=3` clips some steps and not others.
         set_grads(layers, step + 1, scale=1.0 if step % 3 else 0.2)
         gradients.append([layer.grad for layer in layers])
         for layer in layers:
@@ -184,7 +185,7 @@ def test_adamw_state_continues_in_lamb_without_trust():
     adamw = torch.optim.AdamW(theirs, lr=0.03, weight_decay=0.1)
     run(adamw, theirs, 3)
     lamb = LAMB([{"params": ours, "trust_ratio": False}], lr=0.03, eps=1e-8, weight_decay=0.1)
-    state = copy.deepcopy(adamw.state_dict()["state"])  # torch shares the tensors that it is given
+    state = copy.deepcopy(adamw.state_dict()["state"])  # torch shares the tensors that it receives
     lamb.load_state_dict({"state": state, "param_groups": lamb.state_dict()["param_groups"]})
     ours[0].data.copy_(theirs[0])
     run(lamb, ours, 2, first=3)

@@ -1,1 +1,1 @@
-"""Pipelines."""
+"""Tests of pipeline parallelism."""

@@ -1,4 +1,4 @@
-"""Scenes of `tests.scenes.fit` in stages and with accumulation, which must leave the same bits."""
+"""Scenes for `tests.scenes.fit` in pipeline stages and with gradient accumulation, which must give the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_stages(*, data: Dataset | None = None, batch_size: int = 8, **scene: Any)
 def accumulated(
     *, data: Dataset | None = None, batch_size: int = 8, num: int = 4, **scene: Any
 ) -> dict[str, Any]:
-    """Return a scene of the same steps on the data ranks alone, with each batch in `num` parts."""
+    """Return a scene of the same steps on the data ranks only, with each batch in `num` parts."""
     train = partial(loader_of, data or toy.Blobs(), batch_size // num)
     return {"train": train, "accumulate_grad_batches": num, **scene}
 
@@ -33,7 +33,7 @@ def loader_of(data: Dataset, batch_size: int) -> DataLoader:
 
 
 class Photos(Dataset):
-    """Images of ten classes, each a pure function of its index."""
+    """Images of ten classes. Each image is a pure function of its index."""
 
     def __init__(self, *size: int, num: int = 8) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""One step of a schedule over any blocks, on real ranks."""
+"""Single step of a pipeline schedule over any blocks, on real ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def step_over(
     num_stages: int,
     num_microbatches: int,
 ) -> Iterator[Callable[[], Any]]:
-    """Yield a function that runs one step over WORLD as a fit does, watchdog included.
+    """Yield a function that runs one step over WORLD as in a fit, including the watchdog.
 
     Collective: every rank of WORLD must call it.
 
     Args:
         schedule: Name of the schedule.
-        blocks: Blocks of this rank by index of the stage. A block returns a tensor like its input.
+        blocks: Blocks of this rank by stage index. A block returns a tensor like its input.
         boundary: Shape and dtype of the tensor between stages.
         num_stages: Number of stages of the pipeline.
         num_microbatches: Number of micro-batches of the step.

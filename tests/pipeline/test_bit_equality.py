@@ -1,4 +1,4 @@
-"""Pipelines against accumulation, bit for bit: weights, BatchNorm statistics and counts, optimizer state."""
+"""Bitwise equality of pipelines and accumulation: weights, BatchNorm statistics and counts, optimizer state."""
 
 import itertools
 from functools import partial
@@ -23,7 +23,7 @@ def assert_same(piped, expected):
 
 
 def assert_equal(ranks, plain, module=toy.Toy, *, options=None, **scene):
-    """Assert that a fit in stages ends as one under accumulation, and return the latter."""
+    """Assert that a fit in stages ends like a fit with accumulation, and return the latter."""
     expected = fit(plain, module, **accumulated(**scene))[0]
     piped = fit(ranks, module, **in_stages(**scene, **options or {}))
     assert_same(piped, expected)
@@ -46,7 +46,7 @@ class WithLamb(WithLars):
 
 
 class Overflows(toy.Toy):
-    """Module whose gradients overflow in one step, from the layer `index` on."""
+    """Module whose gradients overflow in one step, in the layer `index` and all layers before it."""
 
     def __init__(self, index):
         super().__init__()
@@ -133,7 +133,7 @@ def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, fo
 
 
 class Wide(Overflows, WithLars):
-    """Module whose stages have tensors of several blocks, which data ranks share between them for the update."""
+    """Module whose stages have tensors of several blocks, so that data ranks can shard their update."""
 
     options = WithLars.options | {"fused": True}
 
@@ -151,17 +151,17 @@ class Wide(Overflows, WithLars):
                 nn.Tanh(),
             ]
             self.net = nn.Sequential(*layers, nn.Linear(*ends), nn.Linear(*ends[::-1]))
-        self.net[0].register_full_backward_pre_hook(self.to_inf)  # in the first stage alone
+        self.net[0].register_full_backward_pre_hook(self.to_inf)  # only in the first stage
 
     def to_inf(self, module, gradients):
-        is_second = self.trainer.fit_loop.total_batch_idx == 1  # also of a run that is resumed
+        is_second = self.trainer.fit_loop.total_batch_idx == 1  # also in a resumed run
         if is_second and self.is_to_overflow:
             return tuple(gradient * float("inf") for gradient in gradients)
         return gradients
 
 
 class WideTied(Wide):
-    """Module with a weight in both stages, of which the data ranks of each stage have different parts."""
+    """Module with a weight in both stages, of which the data ranks of each stage have different shards."""
 
     optimizer = LAMB
     options = WithLamb.options | {"fused": True}
@@ -189,7 +189,7 @@ SHARED = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SHARED)
 def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
-    """With the same bits in memory and in files, and a run resumes with and without a shared update."""
+    """A sharded update gives the same bits in memory and in files. A run resumes with and without it."""
     module, precision, shared = SHARED[case]
     whole = {**shared, "shard_update": "off"}
 

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines: one file for any number of stages, and without a pipeline."""
+"""Checkpoints of pipelines, which load with any number of stages and without a pipeline."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ def test_a_run_resumes_from_one_rank_on_four_stages_and_then_on_two_to_the_bit(
     uninterrupted = str(tmp_path / "uninterrupted.ckpt")
     fit_and_save(one_rank, 1, of_one_rank, 1)
     fit_and_save(four_ranks, 4, of_four_stages, 2, ckpt_path=of_one_rank)
-    # Interleaved: a rank has the first and the third quarter of the network.
+    # With interleaving, a rank has the first and the third quarter of the network.
     resumes = {"ckpt_path": of_four_stages, "schedule": "interleaved"}
     on_two = fit_and_save(two_ranks, 2, of_two_stages, 3, **resumes)
     (whole,) = fit_and_save(one_rank, 1, uninterrupted, 3)

@@ -31,7 +31,7 @@ def is_within(cuts, bytes_, kept, alive, most_bytes):
     )
 
 
-WHOLE = st.integers(0, 20)  # exact sums, so that equal is equal
+WHOLE = st.integers(0, 20)  # sums are exact, so ties are exact
 
 
 @settings(max_examples=150, deadline=None)
@@ -78,7 +78,7 @@ def test_the_balanced_cut_has_the_fastest_slowest_stage_and_then_the_most_even_s
 
 
 def test_a_profile_cuts_by_its_seconds_under_the_memory_that_the_schedule_needs():
-    """Two stages, two micro-batches: GPipe keeps two in both, 1F1B one in the last."""
+    """With two stages and two micro-batches, GPipe keeps two in both stages and 1F1B keeps one in the last stage."""
     profile = BlockProfile(
         seconds=[3, 1, 1, 1], activation_bytes=[1, 1, 1, 1], held_bytes=[0, 0, 0, 2], most_bytes=6
     )
@@ -111,7 +111,7 @@ def test_a_profile_is_measured_block_by_block_and_leaves_the_network_unchanged()
     for features, seconds in zip((0, 4, 0, 1), result.seconds, strict=True):
         assert seconds >= 0.01 * features
     assert result.seconds[2] < 0.01
-    # inputs of layers, outputs of ReLU
+    # Inputs of layers, outputs of ReLU.
     assert list(result.activation_bytes) == [
         0,
         4 * 8 * (4 + 1),

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or fail within a schedule: every other rank names them, with stage and micro-batch."""
+"""Ranks that die, hang or fail within a schedule: every other rank names them with stage and micro-batch."""
 
 import os
 import re
@@ -14,11 +14,11 @@ from lightning_hybrid import HybridPipelineStrategy
 from tests import toy
 from tests.rank_pool import RankError
 
-# On a busy machine another rank may be late with its answer, and is named as well.
+# On a busy machine another rank may answer late, and is then named as well.
 SILENT = re.compile(r"comm: rank(s [0-9, ]*\b1\b[0-9, ]* do| 1 does) not answer")
 
 
-# Position in the schedule of the rank that noticed it: a dead rank's neighbour, whose message fails.
+# Position in the schedule of the rank that noticed the fault, such as a dead rank's neighbour, whose message fails.
 POSITION = re.compile(r"micro-batch [0-3] on stage [0-5] of [36]")
 
 
@@ -45,7 +45,7 @@ class Sick(torch.nn.Module):
         return x
 
 
-# the block is on stage 1, of rank 1
+# The sick block is on stage 1 of rank 1.
 CUTS = {
     "gpipe": [2, 6],
     "1f1b": [2, 6],
@@ -66,7 +66,7 @@ def error_of_a_fit(fault, folder, timeout_s, schedule):
     trainer = toy.trainer(strategy=strategy, max_epochs=1)
     error = toy.error_of(trainer.fit, module, toy.loader())
     Path(folder, os.environ["RANK"]).write_text(error)
-    # An error makes the pool end these processes: messages that wait in Gloo cannot be cancelled.
+    # Raising makes the pool end these processes, because pending messages in Gloo cannot be cancelled.
     raise AssertionError(error)
 
 
@@ -78,7 +78,7 @@ def errors(ranks, fault, tmp_path, *, timeout_s=30, schedule="1f1b"):
     return {int(path.name): path.read_text() for path in tmp_path.iterdir()}
 
 
-@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.slow  # the pool restarts its processes after this test
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_a_killed_rank_is_named(three_ranks, tmp_path, schedule):

@@ -1,4 +1,4 @@
-"""Pipelines as Lightning's users see them: logged values, metrics, evaluation, the module after a run."""
+"""Pipelines as users of Lightning see them: logged values, metrics, evaluation, and the module after a run."""
 
 from functools import partial
 
@@ -44,7 +44,7 @@ class Measured(toy.Toy):
     def validation_step(self, batch, batch_idx):
         images = batch["images"] * 2
         targets = batch["targets"]
-        twice = (self(images) + self(images)) / 2  # as test-time augmentation calls it
+        twice = (self(images) + self(images)) / 2  # as in test-time augmentation
         self.log("val_loss", F.cross_entropy(twice.float(), targets), sync_dist=True)
 
     def predict_step(self, batch, batch_idx):
@@ -65,7 +65,7 @@ def fit_and_predict(scene):
     scene["module"] = module
     scene["callbacks"] = [ReplicaCheck(), at(on_fit_start=lambda t, _: trainers.append(t))]
     seen = play(scene)
-    assert list(map(id, module.parameters())) == parameters  # the user's own objects
+    assert list(map(id, module.parameters())) == parameters  # the user's original objects
     alone = module.net(torch.ones(2, toy.NUM_FEATURES))
     predictions = trainers[0].predict(module, cases.loader_of(Named(20), 6))
     (tested,) = trainers[0].validate(module, cases.loader_of(Named(20), 6), verbose=False)
@@ -84,7 +84,7 @@ def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, t
         assert metrics["num_seen"] == 64, f"rank {rank}"
         assert metrics["sum"] == 64, f"rank {rank}"
         assert metrics.keys() == expected_metrics.keys(), f"rank {rank}"
-        # fp16 products of other batch sizes
+        # fp16 products depend on the batch size.
         assert metrics == pytest.approx(expected_metrics, abs=1e-3), f"rank {rank}"
         assert torch.allclose(predictions, expected_predictions, atol=1e-2), f"rank {rank}"
         assert predictions.dtype is torch.float32, f"rank {rank}"
@@ -107,7 +107,7 @@ def test_a_network_of_the_recipes_offers_its_blocks(one_rank, four_ranks):
 
 
 class SameInputs(toy.Toy):
-    """Notes each loss in validation, on inputs that are the same on all ranks."""
+    """Module that records each validation loss, with equal inputs on all ranks."""
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch)
@@ -126,14 +126,14 @@ def test_data_ranks_validate_with_the_running_statistics_of_the_first_as_under_d
     for rank, seen in enumerate(
         fit(four_ranks, SameInputs, **cases.in_stages(val_check_interval=1, **scene))
     ):
-        assert len(seen.losses) == 8  # each of four steps in two epochs
-        # A batch in parts, where a matrix product may round otherwise.
+        assert len(seen.losses) == 8  # four steps in each of two epochs
+        # A batch is split, and a matrix product of the parts may round differently.
         assert seen.losses == pytest.approx(expected[rank // 2].losses, rel=1e-5)
         assert same(seen.weights, expected[0].weights)
 
 
 class Undecoded(toy.Blobs):
-    """Blobs with their labels, and zeros where no image is asked for."""
+    """Blobs with their labels, and with zeros instead of images that are not needed."""
 
     def __init__(self, decodes):
         super().__init__()
@@ -162,7 +162,7 @@ def test_only_the_first_stage_needs_the_images(one_rank, two_ranks):
 
 
 def parts_in_validation(schedule):
-    """The number of parts in which each batch of validation goes through the stages."""
+    """Return the number of parts in which each validation batch passes through the stages."""
     counts = []
     forward = Stages._forward
 
@@ -183,5 +183,5 @@ def parts_in_validation(schedule):
 
 @pytest.mark.parametrize(("schedule", "num_parts"), [("1f1b", 4), ("interleaved", 1)])
 def test_stages_that_share_a_rank_validate_whole_batches(two_ranks, schedule, num_parts):
-    """In parts, NCCL would have to order messages of two stages of a rank."""
+    """With several parts, NCCL would have to order the messages of two stages of a rank."""
     assert two_ranks.run(parts_in_validation, schedule) == [[num_parts] * 2] * 2

@@ -1,4 +1,4 @@
-"""Micro-batches of what loaders return: each holds its samples, whatever kind of column they stand in."""
+"""Micro-batches of any batch that a loader returns: each contains its samples, whatever the type of the columns."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Sample:
 
 
 def columns(batch):
-    """Return texts and numbers of a batch that is written in one of the forms below."""
+    """Return texts and numbers of a batch in one of the formats below."""
     if isinstance(batch, dict):
         return batch["nest"]["texts"], batch["numbers"]
     if isinstance(batch, Sample):
@@ -75,7 +75,7 @@ Texts = namedtuple("Texts", "scale texts labels images")
 
 
 class OfTexts(toy.Toy):
-    """Classifier whose batch begins with a constant and texts. Labels are a list, images an array."""
+    """Classifier whose batch starts with a constant and texts. Labels are a list, and images an array."""
 
     def training_step(self, batch, batch_idx):
         assert list(batch.texts) == [f"label {label}" for label in batch.labels]

@@ -1,4 +1,4 @@
-"""Networks as users write them, which have to be trained as they are: in place, shared, cached, in any layout."""
+"""Networks as users write them, trained without changes: in place, shared, cached, in any memory layout."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ class WithBuffer(Block):
 
 
 class Caching(Block):
-    """Makes the tensor at the first forward, and keeps it as an attribute, or by name in a dictionary."""
+    """Block that creates a tensor in its first forward pass, and keeps it as an attribute or in a dictionary."""
 
     def scale_of(self, x):
         kept = vars(self) if self.scale is None else self.scale
@@ -45,7 +45,7 @@ class Caching(Block):
 
 
 class Attends(nn.Module):
-    """Gives the next a mask of bools, places, weights without a gradient and a residual besides the hidden state."""
+    """Block that passes on a boolean mask, positions, a bias without gradient and a residual with the hidden state."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ def test_networks_as_users_write_them_train_as_under_accumulation(
 
 
 class WithExample(Ordinary):
-    """Module with the example that the README recommends, and a `forward` for it."""
+    """Module with the example input that the README recommends, and a matching `forward`."""
 
     def __init__(self):
         super().__init__("plain")
@@ -164,7 +164,7 @@ def test_summary_and_logged_graph_run_no_forward_on_the_example(two_ranks):
 
 
 class ChannelsLast(Validated):
-    """Network with channels-last images and weights, with which tensor cores are faster."""
+    """Network with channels-last images and weights, which are faster on tensor cores."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random numbers inside the network: each stage and micro-batch has its own, by the position in the run."""
+"""Random numbers inside the network, which depend on the stage, the micro-batch and the position in the run."""
 
 import pytest
 import torch
@@ -18,22 +18,22 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         noise = torch.rand(x.shape)
-        if type(noise) is torch.Tensor and self.training:  # no fake one
+        if type(noise) is torch.Tensor and self.training:  # not a fake tensor
             self.seen.append(noise[0, :4].tolist())
         return self.layer(x) + noise
 
 
 class Wild(toy.Toy):
-    """Module of four blocks that draw. Interleaved they are four stages."""
+    """Module of four blocks that draw random numbers. With interleaving they are four stages."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(3)  # as `seed_everything`: the same on all ranks
+        torch.manual_seed(3)  # same on all ranks, as with `seed_everything`
         self.net = nn.Sequential(*(Noisy() for _ in range(4)))
 
 
 class CallsLayers(nn.Module):
-    """Network whose `forward` calls the layers of its blocks, and not the blocks. They share one dropout."""
+    """Network whose `forward` calls the layers of its blocks instead of the blocks. They share one dropout."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class WithDropout(toy.Toy):
 
 
 def drawn(trainer, module):
-    """Return the noises of each block, and the state of the global stream."""
+    """Return the noise of each block, and the state of the global stream."""
     return [block.seen for block in module.net], torch.get_rng_state()
 
 
@@ -76,7 +76,7 @@ def fit_wild(ranks, **options):
 
 
 def noises_of(results):
-    """Return the noises of all blocks on all ranks."""
+    """Return the noise of all blocks on all ranks."""
     noises = []
     for seen in results:
         blocks, _ = seen.looks["on_train_end"][0]
@@ -97,7 +97,7 @@ def test_every_stage_draws_different_numbers_and_leaves_the_global_stream_alike(
 ):
     results = fit_wild(two_ranks, schedule=schedule)
     noises = noises_of(results)
-    # blocks, micro-batches, batches, epochs
+    # Blocks, micro-batches, batches, epochs.
     assert len(noises) == 4 * 2 * 2 * 2
     assert len(noises) == len(set(noises))
     state_0, state_1 = (seen.looks["on_train_end"][0][1] for seen in results)
@@ -117,7 +117,7 @@ def test_stages_draw_the_same_numbers_with_activation_checkpoints_and_after_a_re
 
 
 def fit_with_lines():
-    """Return the number of steps of a fit whose loss in stages is compared, and the lines that training logs."""
+    """Return the number of steps of a fit whose pipeline loss is compared, and the lines that training logs."""
     scene = in_stages(
         data=toy.Blobs(32), batch_size=16, num_microbatches=2, max_epochs=1, cuts=(1,)
     )
@@ -129,7 +129,7 @@ def fit_with_lines():
 
 
 def test_the_whole_network_draws_as_its_stages_where_forward_calls_the_layers_of_blocks(two_ranks):
-    """Else the comparison of the first loss is an error. A line would say that nothing was compared."""
+    """Otherwise the comparison of the first loss would fail. A log line would mean that nothing was compared."""
     for rank, (num_steps, lines) in enumerate(two_ranks.run(fit_with_lines)):
         assert num_steps == 2, f"rank {rank}"
         assert lines == [], f"rank {rank}"

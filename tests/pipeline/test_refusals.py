@@ -1,4 +1,4 @@
-"""Refusals of pipelines, with a cure and before any message, instead of wrong results."""
+"""Errors of pipelines that name a remedy, raised before any message is sent, instead of wrong results."""
 
 import random
 from functools import partial
@@ -58,7 +58,7 @@ class Module(pl.LightningModule):
 
 def compiled():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    # as `net.compile()` leaves it, without importing the compiler
+    # As after `net.compile()`, without importing the compiler.
     net._compiled_call_impl = object()
     return Module(net=net)
 
@@ -260,7 +260,7 @@ def test_images_that_the_loss_does_not_depend_on_may_differ_between_ranks(two_ra
 
 
 class Sharded(torch.utils.data.IterableDataset):
-    """Share of the data for each rank, as users shard it without a pipeline."""
+    """Data set that gives each rank its share, as users write it without a pipeline."""
 
     def __iter__(self):
         data = toy.Blobs(32)
@@ -283,7 +283,7 @@ def test_batches_that_differ_between_ranks_are_refused_in_validation_and_predict
 
 
 class Mixes(toy.Toy):
-    """Module that mixes images and labels by the same random numbers, outside the network."""
+    """Module that mixes images and labels with the same random numbers, outside of the network."""
 
     def training_step(self, batch, batch_idx):
         images, targets = batch
@@ -324,7 +324,7 @@ def test_a_logged_loss_that_draws_random_numbers_again_is_a_single_warning(
 
 def seed_by_rank(trainer, module, stage):
     for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(dist.get_rank())  # blocks draw numbers of their own
+        seed(dist.get_rank())  # blocks draw their own numbers
 
 
 def orders(trainer, module):
@@ -336,7 +336,7 @@ def test_the_first_and_the_last_stage_mix_images_and_labels_alike(two_ranks):
     callbacks = [at(setup=seed_by_rank, on_train_end=orders)]
     scene = in_stages(**TWO_MICROBATCHES, limit_train_batches=2, callbacks=callbacks)
     rank_0, rank_1 = fit(two_ranks, Mixes, **scene)
-    # without one more order at first, which finds the shape
+    # Without the first order, which is only drawn to find the shape.
     orders_of_first = rank_0.looks["on_train_end"][0][-4:]
     orders_of_last = rank_1.looks["on_train_end"][0][-4:]
     assert orders_of_first == orders_of_last
@@ -344,7 +344,7 @@ def test_the_first_and_the_last_stage_mix_images_and_labels_alike(two_ranks):
 
 
 def votes(trainer, module):
-    """Return the decisions of all and of any rank, of which rank zero alone agrees."""
+    """Return the decisions of all ranks and of any rank, when only rank zero agrees."""
     decide = trainer.strategy.reduce_boolean_decision
     agrees = trainer.global_rank == 0
     return [decide(agrees), decide(agrees, all=False)]
@@ -357,7 +357,7 @@ def test_a_decision_of_all_needs_every_rank_and_a_decision_of_any_needs_one(two_
 
 
 def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkeypatch):
-    """NCCL cannot send tensors of the CPU, and a stage may be frozen, or only have pooling layers."""
+    """NCCL cannot send CPU tensors. A stage has no gradients if it is frozen or only has pooling layers."""
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
     frozen = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)

@@ -1,4 +1,4 @@
-"""Micro-batches that a rank keeps for backward (a pipeline's memory), and its waiting time."""
+"""Micro-batches that a rank keeps for backward, which determine the memory of a pipeline, and its waiting time."""
 
 import gc
 import time
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def most_kept(schedule, num_microbatches, parts):
-    """Return the largest number of micro-batches that this rank keeps, over all its stages."""
+    """Return the maximum number of micro-batches that this rank keeps, over all its stages."""
     num = dist.get_world_size()
     kept = [0]
 
@@ -94,16 +94,17 @@ def test_batches_of_other_shapes_leave_no_memory_behind(two_ranks):
         assert max(counts) == counts[0], f"rank {seen.rank}"
 
 
-FORWARD_S = BACKWARD_S = 0.1  # backward for the input, and as long for the weight
+FORWARD_S = BACKWARD_S = 0.1  # of each backward: for the input and for the weight
 BEGIN_MS = 1.0  # `step_over` fills the input of a step with ones
 
 # ---- waiting time of schedules that compute both gradients at once ---------------------------------------------------
 
 
 class TaskClock:
-    """Time of one rank if messages took none: a task begins after the task before it and after its input was made.
+    """Simulated time of one rank, without the time that messages take.
 
-    The time at which a tensor was made travels as its first element, in milliseconds.
+    A task begins when the previous task has ended and its input is available. The first element of a tensor carries the
+    time at which the tensor was computed, in milliseconds.
     """
 
     def __init__(self, *, sleeps: bool) -> None:
@@ -112,7 +113,7 @@ class TaskClock:
         self._sleeps = sleeps
 
     def run(self, task_ms, tensor):
-        """Run a task on a tensor, and return the tensor marked with the time at which it ends."""
+        """Run a task on a tensor, and return the tensor marked with the end time of the task."""
         elapsed_ms = task_ms
         if self._sleeps:
             begin_s = time.perf_counter()
@@ -148,14 +149,14 @@ class ClockedBlock(nn.Module):
 
 
 class Waiting(NamedTuple):
-    """Parts of a step in which a rank runs no task."""
+    """Fractions of a step in which a rank runs no task."""
 
     planned: float  # if messages took no time
     measured: float
 
 
 def waiting_by_task_clock(schedule, num_microbatches, sleeps):
-    """Return how long this rank waits: by its tasks alone, and by the wall clock. The shortest of three steps."""
+    """Return how long this rank waits, by its tasks alone and by the wall clock, in the shortest of three steps."""
     num_stages = dist.get_world_size()
     block = ClockedBlock()
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
@@ -190,7 +191,7 @@ def test_the_order_of_tasks_makes_stages_wait_exactly_as_long_as_the_formula_say
         assert waiting.planned == pytest.approx(formula, rel=1e-6)
 
 
-@pytest.mark.long  # no other test runs beside it
+@pytest.mark.long  # marked clock, so no other test runs at the same time
 @pytest.mark.clock
 @pytest.mark.parametrize(
     ("schedule", "num_stages"),
@@ -228,12 +229,12 @@ class Sleeps(torch.autograd.Function):
 class Sleeping(Block):
     def forward(self, x):
         weight = Sleeps.apply(self.weight, 0)
-        # Images have no gradient: the first stage's backward is all for weights, and as long.
+        # Images have no gradient, so the first stage's whole backward is for weights, and takes the same time.
         return Sleeps.apply(x, FORWARD_S) * (weight if x.requires_grad else Sleeps.apply(weight, 0))
 
 
 def waiting_part(schedule, num_microbatches, parts):
-    """The part of a step in which this rank computes neither forward nor backward. The least of three steps."""
+    """Return the shortest fraction of three steps in which this rank computes neither forward nor backward."""
     num = dist.get_world_size()
     ranks = PipelineRanks(
         rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts
@@ -252,11 +253,11 @@ def waiting_part(schedule, num_microbatches, parts):
     return min(results[1:])
 
 
-@pytest.mark.long  # no other test runs beside it
+@pytest.mark.long  # marked clock, so no other test runs at the same time
 @pytest.mark.clock
 @pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_of_weights_fill_what_interleaved_stages_wait(rank_pool, num_stages):
-    """Less than (S - 1) / (2 M + S - 1), which the same stages wait without."""
+    """The stages wait for less than (S - 1) / (2 M + S - 1) of a step, the fraction without zero bubble."""
     num_microbatches = 2 * num_stages
     formula = (num_stages - 1) / (2 * num_microbatches + num_stages - 1)
     results = rank_pool.ranks(num_stages).run(waiting_part, "zero_bubble", num_microbatches, 2)

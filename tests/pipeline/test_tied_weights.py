@@ -1,4 +1,4 @@
-"""Weights that several stages share: one sum of gradients a step, one norm, one entry in a checkpoint."""
+"""Weights shared by several stages: one reduction of gradients per step, one norm, one entry in a checkpoint."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Tied(WithLars):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             layers = [nn.Linear(WIDTH, WIDTH)]
-            # in the order of the network: their initial weights are drawn in it
+            # In the order of the network, in which their initial weights are drawn.
             for _ in range(2):
                 layers += [nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)]
             layers.append(nn.Linear(WIDTH, WIDTH))
@@ -36,7 +36,7 @@ class Tied(WithLars):
 
 
 class Apart(Tied):
-    """Module whose two layers have a weight each, and in each step the sum of both gradients of all micro-batches."""
+    """Module with two separate weights, each of which gets the sum of both gradients over all micro-batches."""
 
     def tie(self):
         self.net[-1].weight = nn.Parameter(self.net[0].weight.detach().clone())
@@ -68,14 +68,14 @@ def test_the_gradients_of_a_tied_weight_are_summed_once_a_step_bit_for_bit(
 
 
 class Detached(nn.Linear):
-    """Layer that uses its weight and does not train it."""
+    """Layer that uses its weight without training it."""
 
     def forward(self, x):
         return F.linear(x, self.weight.detach(), self.bias)
 
 
 class TrainedOnce(Tied):
-    """Module whose last layer has the weight of the first, without a gradient of its own."""
+    """Module whose last layer has the weight of the first one, without a gradient."""
 
     def tie(self):
         self.net[-1] = Detached(WIDTH, WIDTH)
@@ -91,9 +91,9 @@ def test_a_stage_without_a_gradient_of_a_tied_weight_joins_the_sum(one_rank, two
 
 
 def assert_near(piped, expected):
-    """Assert that weights differ by rounding alone.
+    """Assert that weights differ only by rounding.
 
-    The bound: 16 steps, each with one addition in another order, of 2^-24 relative to the largest summand.
+    Each of 16 steps has one addition in another order, with an error of 2^-24 relative to the largest summand.
     """
     for seen in piped:
         assert same(seen.weights, piped[0].weights), f"rank {seen.rank}"

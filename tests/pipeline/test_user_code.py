@@ -1,4 +1,4 @@
-"""User code around a network in stages: it trains as under accumulation, or is refused by name."""
+"""User code around a pipelined network, which trains as with accumulation or raises an error that names it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ClipsByLightning(Mlp):
 
 
 class Widened(torch.autograd.Function):
-    """Function whose gradient has another dtype than the tensor. Autograd converts it."""
+    """Function whose gradient has another dtype than its input. Autograd converts it."""
 
     @staticmethod
     def forward(ctx, x):
@@ -188,7 +188,7 @@ class CallsLayers(Mlp):
 
 
 class Targets:
-    """An object of which only its own code knows where samples begin."""
+    """Batch object that hides where its samples begin."""
 
     def __init__(self, labels):
         self.labels = labels
@@ -259,7 +259,7 @@ def lines_of_fits():
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "rank_zero_info", lines.append)
-        # rank zero alone has none
+        # Only rank zero has no free memory.
         patch.setattr(training, "free_bytes", lambda device: dist.get_rank() * 1e12)
         lines.append(play({"module": Glue, **scene}).error)
     return lines

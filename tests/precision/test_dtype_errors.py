@@ -1,4 +1,4 @@
-"""Errors about half-precision dtypes get a note with a cure that works, and other errors get none."""
+"""Notes on errors about half-precision dtypes: each note gives a remedy that works, and other errors get no note."""
 
 import builtins
 import json
@@ -23,7 +23,7 @@ from tests.scenes import fit
 from tests.toy import NUM_FEATURES, Toy
 
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
-# torch 2.13 makes complex64 of bfloat16 and an imaginary number, with which the operations below run.
+# torch 2.13 supports complex64 from bfloat16 and an imaginary number, so the operations below work.
 HAS_COMPLEX_BFLOAT16 = hasattr(torch, "bcomplex32")
 START = "keeps trained parameters in half precision"
 
@@ -37,7 +37,7 @@ def notes_of_text(kind, message):
     return notes_of(getattr(builtins, kind, Exception)(message))
 
 
-# ---- which errors ----------------------------------------------------------------------------------------------------
+# ---- errors with a note ----------------------------------------------------------------------------------------------
 
 
 def put_by_index(x, w):
@@ -181,8 +181,8 @@ def test_an_error_that_is_seen_twice_gets_one_note():
 
 
 def check_all_operations(device, path):
-    # In a process of its own: torch's tests change settings of torch when they are imported. As a script: torch reads
-    # the stack for each of its descriptions, which takes minutes if `runpy` is on it.
+    # Run in a separate process, because torch's tests change settings of torch when they are imported. Run as a script,
+    # because torch reads the stack for each of its operations, which takes minutes if `runpy` is on the stack.
     program = [
         sys.executable,
         str(ROOT / "tests" / "precision" / "torch_operations.py"),
@@ -224,11 +224,11 @@ def test_every_operation_on_cuda_gets_the_cure_in_half_precision_and_none_in_fp3
     check_all_operations("cuda", tmp_path / "errors.json")
 
 
-# ---- which cure ------------------------------------------------------------------------------------------------------
+# ---- remedies in the note --------------------------------------------------------------------------------------------
 
 
 class StateSpace(nn.Module):
-    """A diagonal state-space layer with complex numbers, as S4D has them."""
+    """Diagonal state-space layer with complex numbers, as in S4D."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,7 @@ class StateSpace(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Tokens of a list, written over a batch."""
+    """Layer that writes a list of tokens into a batch."""
 
     def __init__(self):
         super().__init__()
@@ -259,14 +259,14 @@ class WithLayer(Toy):
 
 
 class Activations(Toy):
-    """Half activations are mixed with an fp32 batch: no parameter is concerned."""
+    """Module that mixes half activations with an fp32 batch, without parameters in the failing operation."""
 
     def training_step(self, batch, batch_idx):
         return torch.lerp(batch[0][:, :3], self.net(batch[0]), 0.5).mean()
 
 
 class Perceptron(nn.Sequential):
-    """Layers of torch alone."""
+    """Perceptron that consists only of torch layers."""
 
     def __init__(self):
         super().__init__(nn.Linear(NUM_FEATURES, NUM_FEATURES))
@@ -303,7 +303,7 @@ def test_where_no_module_has_the_parameter_the_note_names_none(one_rank):
 
 
 class TwiceTheLoss(torch.autograd.Function):
-    """A loss whose backward mixes dtypes."""
+    """Loss whose backward mixes dtypes."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""fp16 on a CPU: operands and results are fp16 numbers, the arithmetic between is fp32."""
+"""Emulation of fp16 on a CPU: operands and results are fp16 numbers, and the arithmetic in between is fp32."""
 
 from functools import partial
 
@@ -58,7 +58,7 @@ def test_an_fp32_operand_next_to_a_half_one_is_rounded_as_by_autocast():
         assert torch.equal(F.linear(x, w), F.linear(x.half().float(), w.float()).half())
         assert torch.equal(F.linear(x, w.float()), F.linear(x, w)), "two of fp32 as well"
     with Fp16MatmulEmulation(), pytest.raises(RuntimeError, match="dtype"):
-        F.linear(x, w)  # without autocast a GPU accepts no operands of two dtypes
+        F.linear(x, w)  # without autocast a GPU rejects operands of two dtypes
 
 
 def test_functional_norms_with_half_weights_run_in_fp32_under_autocast():

@@ -1,4 +1,4 @@
-"""Products add up in fp32 while it lasts, and the user's own flags are back afterwards. The flags need no GPU."""
+"""Context in which matrix products accumulate in fp32. The user's flags are restored afterwards. No GPU needed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gradients around a backward, tensor by tensor. No Trainer, no ranks."""
+"""Gradients around a backward pass, tensor by tensor, without a Trainer and without ranks."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Scene:
         self.parameters = [self.half, self.kept]
 
     def backward(self, gradient, *, averages=True, scale=SCALE, fails=False, keeps=False):
-        """Run a backward that adds `gradient`, unscaled, to both parameters.
+        """Run a backward pass that adds `gradient`, unscaled, to both parameters.
 
         Return the gradients that autograd found before it.
         """
@@ -59,7 +59,7 @@ def test_gradients_are_fp32_and_unscaled_for_both_kinds_of_parameter():
 
 
 def test_local_gradients_are_summed_in_fp32_and_go_into_the_last_backward_rounded_once():
-    """512 times 2^-8 added to 1: in fp16 each addition to 1 would round, and half of them would be lost."""
+    """Adding 512 times 2^-8 to 1 in fp16 would round in each addition and lose half of the sum."""
     scene = Scene()
     scene.backward([1.0] * 4, averages=False)
     for _ in range(511):
@@ -80,7 +80,7 @@ def test_an_average_is_not_averaged_again_and_keeps_its_digits():
 
 
 def test_a_gradient_that_the_user_assigned_is_averaged_with_that_of_the_backward():
-    """Nobody knows whether it is equal on all ranks. Under DDP it is averaged, too."""
+    """It is unknown whether the assigned gradient is equal on all ranks. DDP averages it, too."""
     scene = Scene()
     scene.backward([1.0] * 4)
     scene.half.grad = torch.full((4,), 3.0)
@@ -110,7 +110,7 @@ def test_an_inf_of_an_earlier_backward_in_the_sum_is_found():
 
 
 def test_a_gradient_that_somebody_keeps_is_not_written_again():
-    """Its memory is used again only once nobody holds it, be it through a view or an array."""
+    """The memory of a gradient is reused only when nothing refers to it, including views and arrays."""
     scene = Scene(numel=1 << 12)
     gradient = torch.ones(1 << 12)
     scene.parameters = [scene.half]

@@ -1,4 +1,4 @@
-"""The exchange of fp32 parameters and half-precision copies, tensor by tensor. No Trainer, no ranks."""
+"""Exchange of fp32 parameters and half-precision copies, tensor by tensor, without a Trainer and without ranks."""
 
 import copy
 import pickle
@@ -124,7 +124,7 @@ def test_closing_takes_over_what_was_written_inside_and_nothing_else():
 
 @pytest.fixture(params=["host", "device"])
 def compared_on(request, monkeypatch):
-    """Let a CPU compare copies as a GPU does, where the host does not wait for the answer."""
+    """Compare copies on the host, or as on a GPU, where the host does not wait for the result."""
     if request.param == "device":
         monkeypatch.setattr(parameter_pair, "_HOST_DEVICES", set())
     return request.param
@@ -197,7 +197,7 @@ def test_a_write_into_one_element_of_a_large_tensor_is_found(layout):
 
 
 def test_the_comparison_of_other_devices_gives_the_bits_of_the_cpus():
-    """Without an answer that the host waits for: forced here by a device type that is not the CPU's."""
+    """The comparison without a result on the host matches the CPU's. Another device type enables it here."""
     value = torch.tensor([1.0 + 2**-12, float("nan"), float("inf"), 3.1, 1e-8, 7e4])
     written = torch.tensor([False, False, True, True, False, False])
     half = torch.where(written, torch.tensor(2.5), value).half()
@@ -310,7 +310,7 @@ def test_a_torch_that_does_not_exchange_is_refused_by_name(monkeypatch):
         check_exchange()
 
 
-# ---- what stays fp32 -------------------------------------------------------------------------------------------------
+# ---- parameters that stay fp32 ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_a_trained_parameter_that_was_half_is_fp32_until_the_end():
 
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm", "rms_norm", "instance_norm"])
 def test_normalisation_computes_in_fp32_and_returns_half_inside(name):
-    """Values of 300 square to 90,000, beyond fp16: only fp32 statistics survive."""
+    """The squares of values of 300 are 90,000, which exceeds fp16, so only fp32 statistics work."""
     module = Everything()
     window = HalfPrecisionWindow(module, F16)
     layer = getattr(module, name)

@@ -1,4 +1,4 @@
-"""Loss scales: what they do on overflow, on clean steps, at their bounds and with bad settings."""
+"""Loss scales: behaviour on overflow, on clean steps, at their bounds and with invalid settings."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ CLEAN = torch.tensor(False)
 
 
 def values(scale, steps):
-    """Return the scale after each step: `x` for an overflow, `.` for a clean one."""
+    """Return the scale after each step, where `x` is an overflow and `.` is a clean step."""
     return [scale.update(OVERFLOW if step == "x" else CLEAN) or scale.value for step in steps]
 
 
 def test_default_scale_follows_the_rule_of_torchs_grad_scaler():
-    """Same defaults, so the same trajectory, until a bound of ours is met."""
+    """With equal defaults, our scale follows torch's until it reaches one of our bounds."""
     ours = DynamicLossScale(growth_interval=5)
     theirs = torch.amp.GradScaler("cpu", growth_interval=5)
     theirs.scale(torch.ones(()))  # creates its state
@@ -41,7 +41,10 @@ def test_scale_stays_within_its_bounds_and_lives_on():
 
 
 def test_hysteresis_forgives_overflows_until_the_scale_grows_again():
-    """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not. 1 is none."""
+    """Hysteresis follows Megatron's rule. With 2, the second overflow since the last growth lowers the scale.
+
+    The two overflows need not be consecutive. A hysteresis of 1 equals no hysteresis.
+    """
     scale = DynamicLossScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
     assert values(scale, "x.xx..xx") == [1024, 1024, 512, 256, 256, 512, 512, 256]
     with_it = DynamicLossScale(hysteresis=1, growth_interval=3)
@@ -58,14 +61,14 @@ def test_state_round_trip_continues_the_count_and_hysteresis_used_up():
     assert values(second, ".x") == values(first, ".x") == [128.0, 128.0]
     second.load_state_dict(first.state_dict())
     assert values(second, "x") == [64.0]
-    # a checkpoint from before there was one
+    # A checkpoint from before hysteresis existed.
     second.load_state_dict({"scale": 64.0, "num_clean_steps": 0})
     assert values(second, "x") == [64.0]
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
 def test_more_clean_steps_than_a_shorter_interval_has_grow_the_scale_at_the_next_one(hysteresis):
-    """torch's kernel asks whether the count equals the interval: beyond it a scale would never grow again."""
+    """Torch's kernel tests for equality with the interval, so beyond it the scale would never grow again."""
     scale = DynamicLossScale(init_scale=64.0, growth_interval=2, hysteresis=hysteresis)
     scale.load_state_dict({"scale": 64.0, "num_clean_steps": 5})
     scale.update(CLEAN)
@@ -117,7 +120,7 @@ def test_unscaling_divides_exactly_and_finds_what_is_not_finite_in_any_dtype(whe
 
 
 def follow(scale, *gradients, limit=2.0**16):
-    """Return the scale after each of the steps with these largest gradients, with the overflows of fp16."""
+    """Return the scale after each step with these largest gradients, with the overflows of fp16."""
     scales = []
     for largest in gradients:
         is_overflow = largest * scale.value >= limit
@@ -132,7 +135,7 @@ def follow(scale, *gradients, limit=2.0**16):
 def test_a_first_scale_that_is_too_high_skips_one_step_and_falls_to_where_gradients_have_room():
     assert follow(DynamicLossScale(), 3000.0, 3000.0, 3000.0) == [1.0, 1.0, 1.0]  # 2^12 / 3000
     assert follow(DynamicLossScale(), 10.0, 10.0, 10.0) == [1.0, 256.0, 256.0]
-    # at most half
+    # At most half.
     bounded = DynamicLossScale(init_scale=2.0**20, min_scale=4.0)
     assert follow(bounded, 100.0, 0.001) == [4.0, 2.0**19]
 
@@ -144,7 +147,7 @@ def test_a_later_overflow_halves_the_scale():
 
 
 def follow_as_on_cuda(scale, *gradients):
-    """Follow steps whose outcomes the host does not know: it looks at the largest gradient of all first steps."""
+    """Follow steps whose outcomes are unknown to the host, which reads the largest gradient of all first steps."""
     scales = []
     for num_steps, largest in enumerate(gradients, start=1):
         scales += follow(scale, largest)
@@ -162,7 +165,7 @@ def test_on_cuda_too_an_overflow_after_a_clean_first_step_halves_the_scale():
 @pytest.mark.parametrize("hysteresis", [1, 2])
 @pytest.mark.parametrize("found_inf", [OVERFLOW, CLEAN])
 def test_gradients_that_wait_for_a_step_keep_the_scale_that_they_have(hysteresis, found_inf):
-    """Another optimizer divides by it after this one has moved the scale."""
+    """Another optimizer divides by this scale after the first optimizer has changed the scale."""
     scale = DynamicLossScale(init_scale=2.0**10, growth_interval=1, hysteresis=hysteresis)
     of_gradients = scale.scale
     for _ in range(hysteresis):

@@ -1,4 +1,4 @@
-"""Whole steps of LARS and LAMB on scaled half-precision gradients: same numbers, and no wait for the device."""
+"""Whole steps of LARS and LAMB on scaled half-precision gradients: equal results, and no wait for the device."""
 
 import traceback
 import warnings
@@ -75,15 +75,15 @@ def dtypes(trainer, module, optimizer):
     return {p.grad.dtype for p in module.parameters()}
 
 
-LOOKS = at(on_before_optimizer_step=dtypes)  # its mere presence asks for fp32 gradients
+LOOKS = at(on_before_optimizer_step=dtypes)  # this hook alone requests fp32 gradients
 
 
 def on_rank(patches, scene):
-    """Return observations of a fit with patched values, and the number of steps handed over."""
+    """Return the observations of a fit with patched values, and the number of steps on scaled gradients."""
     calls = []
     original = MasterWeightPrecision._step_on_scaled
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # A comparison that is patched to find differences finds writes of the user's, too.
+        # A comparison that is patched to find differences also reports writes by the user.
         warnings.filterwarnings("ignore", ".*was written inside a training step")
         for target, value in patches:
             patch.setattr(target, value)
@@ -100,7 +100,7 @@ def wherever_it_can(optimizer, device):
     return supports_device_skip(optimizer, torch.device("cuda"))
 
 
-# Steps are handed over as on a GPU, although a CPU's eager step is faster when the host decides.
+# Steps on scaled gradients are forced as on a GPU. On a CPU, an eager step is faster if the host decides.
 QUERIES = [
     "lightning_hybrid.precision.optimizer_protocol.supports_device_skip",
     "lightning_hybrid.precision.plugin.supports_device_skip",
@@ -130,7 +130,7 @@ def run(ranks, make, *, patches=(), as_on_cuda=True, timeout_s=60.0, **scene):
 def test_a_whole_step_of_the_optimizer_equals_the_step_by_parts_bit_for_bit(
     one_rank, optimizer, precision
 ):
-    """Also around an overflow: scales are powers of two, so dividing before the norm or after it is the same."""
+    """This includes an overflow. Scales are powers of two, so dividing before or after the norm gives equal results."""
     scene = {"precision": precision, "bad": [2] if precision == "16-true" else []}
     ((whole, num_whole),) = run(one_rank, optimizer, **scene)
     ((parts, num_parts),) = run(one_rank, optimizer, callbacks=[LOOKS], **scene)
@@ -161,7 +161,7 @@ def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
 
 @pytest.mark.parametrize("optimizer", ["lars_fused", "sgd_fused", "sgd_dampened"])
 def test_optimizers_skip_the_same_steps_as_the_host(one_rank, optimizer):
-    """From the very first step on, which a fused SGD of torch's cannot skip without leaving momentum uninitialised."""
+    """Steps are skipped from the first one on, where torch's fused SGD would leave its momentum uninitialised."""
     ((by_device, num_whole),) = run(one_rank, optimizer, bad=[0, 3], timeout_s=300)
     patches = [(query, never) for query in QUERIES]
     ((by_host, num_by_host),) = run(one_rank, optimizer, bad=[0, 3], patches=patches)
@@ -199,7 +199,7 @@ def collectives_of(scene):
 
 
 def test_overflow_on_one_rank_skips_on_both_without_an_additional_collective(two_ranks):
-    """The number of collectives is that of bf16, which has the same tensors and nothing to agree on."""
+    """The number of collectives equals that in bf16, which has the same tensors and no overflow to agree on."""
     full = two_ranks.run(collectives_of, scene_of("lars", precision="bf16-true"))
     half = two_ranks.run(collectives_of, scene_of("lars", bad=[1, 2], bad_rank=1))
     assert full[0][0], "the counter must see collectives"
@@ -210,11 +210,11 @@ def test_overflow_on_one_rank_skips_on_both_without_an_additional_collective(two
     assert half[0][1].weights["net.8.weight"].isfinite().all()
 
 
-# ---- no wait -------------------------------------------------------------------------------------------------------
+# ---- no wait for the device ----------------------------------------------------------------------------------------
 
 
 class HostReads(TorchDispatchMode):
-    """Mode that counts operations that return a device's number to the host, by the file that calls them."""
+    """Mode that counts operations that copy a number from a device to the host, by the calling file."""
 
     READS = frozenset(
         {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero}
@@ -234,7 +234,7 @@ class HostReads(TorchDispatchMode):
 
 
 def begin_to_count(trainer, *_):
-    """Count from the start of the second batch to the end of the last but one, without reads that happen once."""
+    """Count from the second batch to the last but one, to exclude reads that happen only once."""
     if trainer.global_step == 1:
         trainer.host_reads = HostReads()
         trainer.host_reads.__enter__()
@@ -247,7 +247,7 @@ def end_of_count(trainer, *_):
 
 
 def host_reads(ranks, optimizer, *callbacks, **scene):
-    """Return the host reads of each rank, without the comparison that saves memory traffic on a CPU alone."""
+    """Return the host reads of each rank, without the comparison that only saves memory traffic on a CPU."""
     counting = at(on_train_batch_start=begin_to_count, on_train_batch_end=end_of_count)
     scene |= {
         "callbacks": [counting, *callbacks],
@@ -273,12 +273,12 @@ def never(*_):
     ids=["skipped", "looked at", "clipped"],
 )
 def test_a_step_reads_nothing_from_the_device(one_rank, optimizer, looks, scene):
-    """16 steps, 14 of them counted. Lightning's loop on one rank asks nothing either."""
+    """Of 16 steps, 14 are counted. Lightning's loop on one rank reads nothing either."""
     assert host_reads(one_rank, optimizer, *looks, **scene) == [{}]
 
 
 def test_the_remaining_reads_from_the_device_are_these(one_rank, two_ranks):
-    """An optimizer that cannot skip: the skip flag. A schedule by steps: the same. Ranks: Lightning's SIGTERM."""
+    """Only optimizers that cannot skip and schedules by step read the skip flag. Lightning reads its SIGTERM flag."""
     assert host_reads(one_rank, "sgd") == [{"precision/plugin.py": 14}]
     assert host_reads(one_rank, "lars", scheduled=True) == [{"precision/skipped_steps.py": 14}]
     assert host_reads(two_ranks, "lars") == [{"loops/training_epoch_loop.py": 6 - 1}] * 2
@@ -288,7 +288,7 @@ def test_the_remaining_reads_from_the_device_are_these(one_rank, two_ranks):
 
 
 def rates_of_steps(trainer, module):
-    """Return a list that grows by the learning rate of each step, and the group that has the last one at the end."""
+    """Return a list that grows by the learning rate of each step, and the group with the final learning rate."""
     (optimizer,) = trainer.optimizers
     rates = []
     optimizer.register_step_pre_hook(
@@ -314,7 +314,7 @@ def puts_off_as_on_cuda(self):
 
 
 def fit_with_schedule(ranks, *, is_behind, callbacks=(), **scene):
-    """Fit with a schedule by steps. `is_behind`: it is put off by a step, as on CUDA."""
+    """Fit with a learning-rate schedule by step. `is_behind` delays the schedule by a step, as on CUDA."""
     looks = at(on_train_start=rates_of_steps, on_train_batch_start=rate)
     scene["callbacks"] = [looks, *callbacks]
     if is_behind:
@@ -337,7 +337,8 @@ def test_a_schedule_one_step_behind_gives_every_step_the_same_rate(one_rank, sce
     at_starts = at_once.looks["on_train_batch_start"]
     at_starts_behind = behind.looks["on_train_batch_start"]
     assert at_starts_behind != at_starts, "it must have been behind"
-    # A logger reads the current rate at the start of a logged step (each fourth) and after an epoch's last batch.
+    # A logger reads the current learning rate at the start of each logged step (every fourth) and after the last batch
+    # of an epoch.
     assert at_starts_behind[3::4] == at_starts[3::4]
     assert at_starts_behind[8:9] == at_starts[8:9]
 
@@ -370,7 +371,7 @@ def test_endless_overflow_between_logged_steps_is_an_error_at_the_end(one_rank):
 
 
 class TwoGames(toy.Toy):
-    """Module of two networks with an optimizer each, trained in turns as in a GAN. The first overflows at times."""
+    """Module with two networks and optimizers, trained in turn as in a GAN. The first one overflows at times."""
 
     automatic_optimization = False
 
@@ -415,7 +416,7 @@ def scales_and_skips(trainer, *_):
 def test_optimizers_that_are_toggled_have_a_scale_each_and_others_share_the_smallest(
     one_rank, toggles, second_scale
 ):
-    """All parameters that one backward reaches have the same scale."""
+    """All parameters that one backward pass reaches have the same scale."""
     scene = {
         "loss_scale": DynamicLossScale(2.0**10),
         "find_unused_parameters": True,

@@ -1,4 +1,4 @@
-"""Half precision on fp32 masters, through a real Trainer on real ranks: every row is a promise to the user."""
+"""Half precision on fp32 master weights with a real Trainer on real ranks. Each test is a promise to users."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def outside(trainer, module, *_):
 
 
 class Noted(Toy):
-    """Module that records the dtypes of its parameters inside of each step, and checks that they are rounded."""
+    """Module that records the dtypes of its parameters in each step, and checks that they are rounded."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -84,7 +84,7 @@ def test_layers_that_are_to_stay_fp32_do_and_train_on_all_ranks(two_ranks):
 
 
 class ExactModule(pl.LightningModule):
-    """Gradients are small integers: exact in fp16 at every scale up to 2**11, on every rank."""
+    """Module whose gradients are small integers, exact in fp16 at every scale up to 2**11 on every rank."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class ExactModule(pl.LightningModule):
 
 
 def test_loss_scale_does_not_change_the_step(two_ranks):
-    """Powers of two are exact: scale 1, 1024 and no scaling in fp32 give the same bits."""
+    """Powers of two are exact, so scales 1 and 1024 give the same bits as fp32 without scaling."""
     train = DataLoader(torch.arange(-16.0, 16.0).reshape(8, 4), batch_size=1)
     scene = {"train": train, "max_epochs": 1, "accumulate_grad_batches": 2}
     reference = fit(two_ranks, ExactModule, precision="32-true", **scene)[0]
@@ -108,7 +108,7 @@ def test_loss_scale_does_not_change_the_step(two_ranks):
 
 
 class HalfLoss(ExactModule):
-    """A loss of at least 2 in half precision, as `self(x).mean()` is."""
+    """Module with a half-precision loss of at least 2, like that of `self(x).mean()`."""
 
     def training_step(self, batch, batch_idx):
         return (self.weight * 0).sum() + 2 + self.global_rank
@@ -123,7 +123,7 @@ def losses_of(trainer, module, *_):
 
 
 def test_a_loss_in_half_precision_is_scaled_in_fp32(two_ranks):
-    """65,536 and more are inf in fp16."""
+    """The scaled loss is at least 65,536, which is inf in fp16."""
     scene = {
         "train": DataLoader(torch.zeros(8, 4), batch_size=1),
         "max_epochs": 1,
@@ -146,14 +146,14 @@ def test_exact_fp32_weights_are_back_after(two_ranks, call):
     for seen in fp16(two_ranks, partial(Toy, lr=0.0), call=call, max_epochs=1):
         after = dict(seen.weights)
         for name in before:
-            # BatchNorm's statistics have seen the data
+            # BatchNorm's statistics have changed with the data.
             if call == "fit" and name.startswith("net.2."):
                 after[name] = before[name]
         assert same(before, after), f"rank {seen.rank}"
 
 
 def dtypes_after_an_error():
-    """Return the dtypes of parameters, their gradients, and the output."""
+    """Return the dtypes of parameters and gradients, and of the output."""
     module = Breaks()
     seen = fit(None, module, precision="16-true", raises=True)
     assert "user's bug" in seen.error
@@ -202,7 +202,7 @@ RATES = at(on_train_batch_end=rate_and_weight, on_train_end=rate_and_weight)
     ids=str,
 )
 def test_one_bad_rank_makes_every_rank_skip_and_the_schedule_wait(two_ranks, bad, rates):
-    """torch's warning about a scheduler that ran first would be an error here."""
+    """Torch's warning about a scheduler that steps before the optimizer would be an error here."""
     module = partial(Scheduled, batches=bad)
     scale = DynamicLossScale(2.0**10)
     for seen in fp16(two_ranks, module, max_epochs=1, loss_scale=scale, callbacks=[RATES]):
@@ -210,13 +210,13 @@ def test_one_bad_rank_makes_every_rank_skip_and_the_schedule_wait(two_ranks, bad
         assert (seen.num_skipped, seen.loss_scale) == (len(bad), 2.0 ** (10 - len(bad)))
         assert [rate for rate, _ in history] == rates, f"rank {seen.rank}"
         weights = [weight for _, weight in history]
-        # a skipped step leaves the weights unchanged
+        # A skipped step leaves the weights unchanged.
         assert (weights[2] == weights[1]) is bool(bad), f"rank {seen.rank}"
         assert weights[3] != weights[2], f"rank {seen.rank}"
 
 
 def test_a_schedule_by_epochs_moves_although_its_last_step_was_skipped(two_ranks):
-    """Four steps an epoch, the last one skipped: after the epoch the rate still halves."""
+    """The last of four steps of the epoch is skipped, and the learning rate still halves after the epoch."""
     seen = fp16(
         two_ranks,
         partial(Scheduled, interval="epoch", batches=[3]),
@@ -236,13 +236,13 @@ def test_endless_overflow_stops_with_step_scale_and_cause(two_ranks):
         assert all(
             torch.equal(value, toy.weights(Toy())[name]) for name, value in seen.parameters.items()
         )
-    assert "not finite. Check the learning rate" in seen.error  # rank 1, whose loss it was
+    assert "not finite. Check the learning rate" in seen.error  # rank 1, whose loss is not finite
 
 
 class Compiled(Toy):
     def __init__(self):
         super().__init__()
-        # Traced as a whole, without the minutes of code generation. A break of the graph is an error.
+        # Trace the whole network, but skip code generation, which takes minutes. A graph break is an error.
         self.net.compile(backend="aot_eager", fullgraph=True)
 
     def on_train_end(self):
@@ -309,7 +309,7 @@ def test_plugin_under_another_strategy_is_refused(one_rank):
 
 
 class NoGradient(Toy):
-    """A loss without a gradient on one rank, in the third batch."""
+    """Module whose loss has no gradient on one rank in the third batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -319,7 +319,7 @@ class NoGradient(Toy):
 
 
 class ZeroLoss(Toy):
-    """A zero in place of the loss on one rank, in the third batch, as for a batch without labels."""
+    """Module that returns zero instead of the loss on one rank in the third batch, as for a batch without labels."""
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 2:
@@ -337,7 +337,7 @@ class ZeroOfOtherTensors(Toy):
 
 
 class ZeroTimesTheNetwork(Toy):
-    """Module that follows the advice of the message."""
+    """Module that follows the advice in the error message."""
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 2:
@@ -348,7 +348,7 @@ class ZeroTimesTheNetwork(Toy):
 @pytest.mark.parametrize("module", [ZeroLoss, ZeroOfOtherTensors])
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_a_rank_whose_loss_depends_on_no_parameter_is_named_at_once(two_ranks, precision, module):
-    """The other ranks would wait for the gradients of this step until the time-out, and blame the network."""
+    """Otherwise the other ranks would wait for the gradients until the time-out, and blame the network."""
     scene = {"precision": precision, "raises": True, "max_epochs": 1, "timeout_s": 200.0}
     rank_0, rank_1 = fit(two_ranks, module, **scene)
     assert "The loss on rank 1 of 2 does not depend on any trained parameter" in rank_0.error

@@ -1,4 +1,4 @@
-"""A guarded schedule is the same object that waits on skipped steps."""
+"""Guard of a learning-rate schedule, which stays the same object and waits on skipped steps."""
 
 import copy
 
@@ -31,7 +31,7 @@ def test_state_dict_and_type_stay_what_they_were():
     plain = copy.deepcopy(config.scheduler.state_dict())
     guard = guarding(config, lambda _: True)
     guard.guard(config)
-    assert len(guard) == 1  # guarding twice is guarding once
+    assert len(guard) == 1  # guarding twice has no further effect
     assert isinstance(config.scheduler, ExponentialLR)
     assert config.scheduler.state_dict() == plain
     guard.release()

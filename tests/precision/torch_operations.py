@@ -1,9 +1,9 @@
-"""Errors of all operations of torch, in half precision and in fp32.
+"""Collection of the errors that all torch operations raise in half precision and in fp32.
 
     PYTHONPATH=. python tests/precision/torch_operations.py cpu errors.json
 
-Operations and arguments are those of torch's own tests. Each call runs with half-precision and fp32 tensors mixed, as
-in a step: forward under autocast, and backward. The file is a list of `RaisedError`, each text once.
+Operations and arguments come from torch's own tests. Each call mixes half-precision and fp32 tensors as in a step, with
+forward under autocast, and then runs backward. The output file is a list of `RaisedError` without duplicate texts.
 """
 
 import json
@@ -37,7 +37,7 @@ HALF_DTYPES = {*COMPLEX_OF, *COMPLEX_OF.values()}
 
 @dataclass(frozen=True)
 class RaisedError:
-    """An error of a call. `needs_half`: the same call works with fp32 tensors."""
+    """Error of a call. `needs_half`: the same call works with fp32 tensors."""
 
     kind: str
     message: str
@@ -48,7 +48,7 @@ class RaisedError:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operation with fp32 tensors, any of which can be half instead."""
+    """Call of an operation with fp32 tensors, any of which can be replaced by half-precision ones."""
 
     name: str
     function: Callable[..., Any]
@@ -75,7 +75,7 @@ class Call:
         return leaves
 
     def run(self, leaves: list[Any]) -> list[Tensor]:
-        """Return the results that backward can begin at."""
+        """Return the results from which backward can start."""
         operand, args, kwargs = tree_unflatten(leaves, self.spec)
         results = tree_leaves(self.function(operand, *args, **kwargs))
         return [result for result in results if isinstance(result, Tensor) and result.requires_grad]
@@ -101,8 +101,8 @@ def backward(results: list[Tensor]) -> None:
 
 
 def torch_operations() -> list[Any]:
-    """Descriptions of operations, as torch's own tests have them."""
-    # They import this module for tests of printed text, none of which runs here.
+    """Return the operations that torch's own tests describe."""
+    # Torch's tests import this module to compare printed text, which is not used here.
     expecttest = types.ModuleType("expecttest")
     expecttest.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     sys.modules.setdefault("expecttest", expecttest)
@@ -112,7 +112,7 @@ def torch_operations() -> list[Any]:
 
 
 def calls_of(operation: Any, device: str) -> Iterator[Call]:
-    """Calls of an operation as a function, as a method and in place."""
+    """Yield the calls of an operation as a function, as a method and in place."""
     variants = {
         "": operation.op,
         "method ": operation.method_variant,
@@ -131,10 +131,10 @@ def calls_of(operation: Any, device: str) -> Iterator[Call]:
 
 
 def half_positions_of(call: Call) -> list[set[int]]:
-    """Return sets of tensors to make half: all, each alone, and all but one."""
+    """Return sets of tensors to make half: all of them, each one alone, and all but one."""
     positions = call.positions
     single = positions
-    if len(positions) > MAX_SINGLE:  # the tensors of a list: one is as good as another
+    if len(positions) > MAX_SINGLE:  # the tensors of a list are interchangeable
         single = [positions[0], positions[-1]]
 
     chosen = [set(positions)]
@@ -154,7 +154,7 @@ def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Excepti
 
 
 def errors_of_calls(operation: Any, device: str) -> Iterator[RaisedError]:
-    """Errors of calls that torch's tests expect to work."""
+    """Yield the errors of calls that torch's tests expect to work."""
     for call in calls_of(operation, device):
         if not call.positions:
             continue
@@ -175,7 +175,7 @@ def errors_of_calls(operation: Any, device: str) -> Iterator[RaisedError]:
 
 
 def errors_of_wrong_arguments(operation: Any, device: str) -> Iterator[RaisedError]:
-    """Errors without half precision: of shapes, indices, devices, and of other dtypes."""
+    """Yield errors without half precision: of shapes, indices, devices and other dtypes."""
     if getattr(operation, "error_inputs_func", None) is None:
         return
     for error_input in operation.error_inputs(device):

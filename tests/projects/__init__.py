@@ -1,1 +1,4 @@
-"""Other people's projects, by version: `pip install -e '.[test]'`, then the extra `projects`. All of it is `long`."""
+"""Tests with fixed versions of other projects, all marked `long`. Install the extra `projects` to run them.
+
+Run `pip install -e '.[test]'` first, and then install the extra.
+"""

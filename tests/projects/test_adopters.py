@@ -1,4 +1,4 @@
-"""Other projects that use `DDPStrategy`, their loaders and metrics, with this strategy in its place."""
+"""Other projects that use `DDPStrategy`, with their loaders and metrics, under this strategy."""
 
 import lightning.pytorch as pl
 import pytest
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.long
 class Groups:
     def setup(self, trainer):
         pairs = torch.arange(self.world_size).split(2)
-        groups = [dist.new_group(pair.tolist()) for pair in pairs]  # every rank makes all of them
+        groups = [dist.new_group(pair.tolist()) for pair in pairs]  # every rank creates all of them
         self.model.group = groups[self.global_rank // 2]
         self.model.part = self.global_rank % 2
-        # each rank has a part of the sum, and DDP divides by all ranks
+        # Each rank has a part of the sum, and DDP divides by all ranks.
         for parameter in self.model.parameters():
             parameter.register_hook(lambda grad: grad * 2.0)
         super().setup(trainer)
@@ -71,7 +71,7 @@ def samples():
 
 
 def test_a_subclass_with_groups_of_its_own_has_the_bits_of_ddps(four_ranks):
-    """In fp16 too: gradients are multiples of 1/8, weights of 1/128, all of them below 2 and exact."""
+    """Results are equal in fp16 too: gradients are multiples of 1/8, weights of 1/128, all below 2 and exact."""
     scene = {"train": samples, "use_distributed_sampler": False}
     theirs = fit(four_ranks, Weather, kind=GroupDDP, **scene)
     ours = fit(four_ranks, Weather, kind=GroupHybrid, **scene)
@@ -85,7 +85,7 @@ def test_a_subclass_with_groups_of_its_own_has_the_bits_of_ddps(four_ranks):
 
 
 class Pictures(toy.Blobs):
-    """Blobs as pictures of 3 x 4 pixels, changed at random."""
+    """Blobs as pictures of 3 x 4 pixels with random transforms."""
 
     def __getitem__(self, index):
         v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -114,9 +114,9 @@ def seeded():
 
 
 def test_random_transforms_in_workers_and_metrics_are_those_of_ddp(two_ranks):
-    """In fp16 an image whose two best logits are nearer than a rounding may change its class."""
+    """In fp16, an image whose two best logits are closer than a rounding may change its class."""
     pytest.importorskip("torchvision")
-    # else random numbers follow from the batch, and not from what went before
+    # Otherwise random numbers depend only on the batch, and not on earlier draws.
     scene = {"train": seeded, "timeout_s": 600.0}
     theirs = fit(two_ranks, Reader, strategy="ddp", **scene)
     ours = fit(two_ranks, Reader, exact_resume=False, **scene)

@@ -1,4 +1,4 @@
-"""lightly's LARS held against ours. Timm's networks and optimizers in a loop of the user's own."""
+"""lightly's LARS compared with ours, and timm's networks and optimizers in a user's own loop."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning_hybrid.optim import LARS
 
 pytest.importorskip("torchvision")
-# of depthwise kernels
+# Warning about depthwise kernels.
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:Grad strides do not match"),
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
 def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nesterov):
-    """LARS of bolts and lightly-train are the same. The second group is excluded by a decay of zero."""
+    """LARS of bolts and of lightly-train are equal. A decay of zero excludes the second group."""
     theirs = pytest.importorskip("lightly.utils.lars").LARS
     generator = torch.Generator().manual_seed(0)
     ends = []
@@ -46,7 +46,7 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
             excluded["trust_ratio"] = False
             options["momentum_form"] = "lr_outside"
         optimizer = kind([adapted, excluded], **common, **options)
-        # the form shows where the rate changes
+        # The form of momentum only matters where the learning rate changes.
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
         for step in gradients:
             for weight, gradient in zip(weights, step, strict=True):
@@ -59,7 +59,7 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
 
 
 def losses_under_fabric(strategy, precision, network, optimizer, options):
-    """Make six steps on images of noise, different on each rank. Return the losses and the final weights."""
+    """Make six steps on noise images that differ on each rank, and return the losses and the final weights."""
     timm = pytest.importorskip("timm")
     optim = pytest.importorskip("timm.optim")
     fabric = Fabric(
@@ -94,7 +94,10 @@ def losses_under_fabric(strategy, precision, network, optimizer, options):
     ],
 )
 def test_timms_networks_and_optimizers_train_under_fabric(two_ranks, network, optimizer, options):
-    """The bits of `ddp` in fp32. In fp16 its losses, to 2^-5: six steps of rounding by 2^-11, each some five times."""
+    """In fp32, bits equal those of `ddp`. In fp16, losses agree within 2^-5.
+
+    The bound allows six steps, each with about five roundings of 2^-11.
+    """
     runs = {}
     for strategy, precision in (
         ("ddp", "32-true"),

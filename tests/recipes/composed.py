@@ -1,4 +1,4 @@
-"""Configurations as the programs compose them."""
+"""Configurations, composed as the programs compose them."""
 
 from typing import Any
 

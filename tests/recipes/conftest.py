@@ -1,4 +1,4 @@
-"""Skip of these tests when packages of the recipes' command line are missing."""
+"""Skips these tests if packages of the recipes' command line are missing."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Callbacks with which a test looks into a run, or ends it."""
+"""Callbacks with which a test inspects or ends a run."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class Probe(Callback):
-    """Each rank writes what it was given to `rank<r>.json` in `directory`."""
+    """Callback that writes the configuration of each rank to `rank<r>.json` in `directory`."""
 
     def __init__(self, directory, note=None):
         self.directory = Path(directory)
@@ -28,7 +28,7 @@ class Probe(Callback):
 
 
 class Kill(Callback):
-    """Rank zero kills the session of the run, all ranks and itself, in the middle of a step."""
+    """Callback with which rank zero kills the session of the run, including itself, in the middle of a step."""
 
     def __init__(self, after_step):
         self.after_step = after_step

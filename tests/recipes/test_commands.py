@@ -1,4 +1,4 @@
-"""Commands as a user starts them: what they print, what they write, and the code that they exit with."""
+"""Commands as a user starts them: printed output, written files, and exit codes."""
 
 import csv
 import json
@@ -60,7 +60,7 @@ def planned(folder: Path, said: str) -> None:
     assert numbers["step_s"] == pytest.approx(statistics.fmean(content["steps_s"]))
     assert len(content["steps_s"]) == 7
     hours = 2 * 1281167 / (16 * 64) * numbers["step_s"] / 3600
-    paid = numbers["run_with_failures_s"] / 3600  # start-up and failures are paid too
+    paid = numbers["run_with_failures_s"] / 3600  # start-up and failures are paid as well
     assert paid > hours
     assert [numbers[key] for key in ("run_hours", "run_price", "run_kwh")] == pytest.approx(
         [hours, paid * 2 * 30, paid * 2 * 3]
@@ -79,7 +79,7 @@ def planned(folder: Path, said: str) -> None:
 
 
 def searched(folder: Path, said: str) -> None:
-    """Four rates in one worker, of which the lowest is best."""
+    """Check a search of four rates in one worker, of which the lowest is best."""
     header, *rows = (folder / "run/table.md").read_text().splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
     assert header.startswith("| rank | round | optim.lr")
@@ -92,10 +92,10 @@ def searched(folder: Path, said: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A program and its overrides (TMP: the test's folder, IMAGES: an image set), and what is to be seen.
+    """Program with its overrides (TMP: the test's folder, IMAGES: an image set), and the expected results.
 
-    `says`: in standard output; in standard error, with no traceback, where the code is not zero. `files`: pictures and
-    others of more than 5,000 bytes. `look`: at its folder and at what it printed.
+    `says`: text in standard output, or in standard error without a traceback if the exit code is not zero. `files`:
+    pictures and other files of more than 5,000 bytes. `look`: function that checks the folder and the printed output.
     """
 
     words: str

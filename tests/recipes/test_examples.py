@@ -1,4 +1,4 @@
-"""The gallery and the files to deploy: every program runs as it stands, every file says what its page says."""
+"""Example gallery and deployment files: every program runs unchanged, and every file matches its page."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_the_page_names_every_example():
 @pytest.mark.parametrize("name", LAST)
 def test_an_example_runs_as_it_stands(name, tmp_path):
     path = EXAMPLES / name
-    if path.suffix == ".ipynb":  # cells in their order, as a kernel would
+    if path.suffix == ".ipynb":  # cells in order, as in a kernel
         cells = [
             cell["source"]
             for cell in json.loads(path.read_text())["cells"]
@@ -72,7 +72,7 @@ def test_the_job_of_kubernetes_starts_what_there_is_on_pods_that_find_one_anothe
     words = [*container["command"], *container["args"]]
     assert f"--nnodes={job['spec']['completions']}" in words
     assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in words
-    # the name of the first pod: <job>-0, in the domain of the service
+    # The name of the first pod is <job>-0 in the domain of the service.
     endpoint = f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
     assert f"--rdzv-endpoint={endpoint}" in words
     assert pod["subdomain"] == service["metadata"]["name"]
@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on_from_its_last_epoch_to_the_same_bits(tmp_path):
         ("2", "0"),
         ("2", "45"),
     ]
-    assert re.search("process 1 terminated|rank 1", done.stdout)  # by whichever is noticed first
+    assert re.search("process 1 terminated|rank 1", done.stdout)  # whichever is noticed first
     assert "identical weights: True" in done.stdout
     assert [line[:3] for line in done.stdout.splitlines() if re.match(r"\d/3 ", line)] == [
         "1/3",

@@ -1,4 +1,4 @@
-"""Every command of every README names a program that is there, and the check of configurations accepts it."""
+"""Commands on documentation pages: each names an existing program, and the configuration check accepts it."""
 
 import inspect
 import re
@@ -18,9 +18,9 @@ OF_PACKAGE = r"(?:lightning-hybrid|-m lightning_hybrid) ([a-z][a-z-]*)"
 COMMAND = re.compile(
     rf"(?:{PROGRAM}|{OF_PACKAGE})(?![\w-])((?:\"[^\"\n]*\"|'[^'\n]*'|[^`\n|>&;])*)"
 )
-# only history has it; a page that says so may have its commands
+# A program that exists only in the history. A page that says so may contain its commands.
 LEFT = re.compile(r"`git show \w{7,}:([\w/]+)")
-# what a reader fills in
+# Text that the reader fills in.
 PLACEHOLDERS = {
     r"<[^<>\n]*>": "x",
     "seed=N": "seed=0",
@@ -29,7 +29,7 @@ PLACEHOLDERS = {
 
 
 def commands(text: str) -> list[tuple[str, str]]:
-    r"""Program and arguments of each command of a README, of a block or within a sentence.
+    r"""Return program and arguments of each command of a page, in a block or within a sentence.
 
     >>> commands("see `python recipes/a/b.py x=1`:\n    torchrun -n 2 \\\n recipes/c.py y=2 # why\n`python -m tests.d`")
     [('recipes.a.b', ' x=1'), ('recipes.c', ' y=2 # why'), ('tests.d', '')]
@@ -47,7 +47,7 @@ def commands(text: str) -> list[tuple[str, str]]:
 
 
 def overrides_of(arguments: str) -> list[str]:
-    """Return the overrides that Hydra composes: no options, the first job of a sweep, nothing for `...`."""
+    """Return the overrides that Hydra composes, without options and `...`. Of a sweep, return the first job."""
     words = shlex.split(arguments, comments=True)
     overrides = [word for word in words if "=" in word and not word.startswith("--")]
     if "--multirun" in words:
@@ -56,7 +56,7 @@ def overrides_of(arguments: str) -> list[str]:
 
 
 def cases() -> dict[tuple[str, str], str]:
-    """Return the page of each command, the first one that has it."""
+    """Return the first page of each command."""
     page_of = dict[tuple[str, str], str]()
     for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
         text = path.read_text()
@@ -78,7 +78,7 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     if find_spec(program).submodule_search_locations:
         program += ".__main__"
     if "hydra.main" not in inspect.getsource(import_module(program)):
-        return  # its own options
+        return  # it has its own options
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setattr(imagenet, "count_classes", lambda root: 2)  # the reader's own folder
     check = config_check.check
@@ -92,7 +92,7 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     overrides = overrides_of(arguments)
     config = fuzzed.composed(program, *overrides, folder=str(tmp_path))
     kind, text = fuzzed.outcome_of(program, config)
-    # a sentence that names the program
+    # A sentence that names the program.
     is_mention = not overrides and "(=???) must have a value" in text
     assert is_mention or (kind, text, len(accepted)) == ("built", "", 1)
 

@@ -1,4 +1,4 @@
-"""The planner says what it was asked, on every cluster described, and its comparisons with measurements hold."""
+"""Planner: answers for every described cluster, and comparisons with measurements."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
 
 
 def scenario(num_nodes=16, **options):
-    """ResNet-50 at a P40's pace on H100 nodes: communication is negligible unless `options` change that."""
+    """Return ResNet-50 at a P40's speed on H100 nodes. Communication is negligible unless `options` change that."""
     defaults = {
         "layers": network("resnet50"),
         "images_per_s": 218.0,
@@ -51,7 +51,7 @@ def scenario(num_nodes=16, **options):
 
 
 def measured_once(measure):
-    """Cache a measurement, which takes a second, by network and options."""
+    """Cache a measurement by network and options, because it takes a second."""
     results = {}
 
     def of(model, image_shape, **ask):
@@ -77,7 +77,7 @@ def reported(monkeypatch, *overrides) -> SimulationReport:
 
 
 def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
-    """Three nodes of four GPUs are in the curve, which ends at four times as many. Equal quantiles are not printed."""
+    """The curve includes three nodes of four GPUs and ends at four times as many. Equal quantiles are not printed."""
     ask = [
         "cluster=cloud_25gbe",
         "num_nodes=3",
@@ -102,7 +102,8 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
     ]
     for line, start in zip(answer.splitlines(), starts, strict=True):
         assert line.startswith(start)
-    assert len(result.printed().splitlines()) <= 23  # and two lines of where it is written
+    # in addition to two lines about the output folder
+    assert len(result.printed().splitlines()) <= 23
     shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
     assert shown[-3:] == ["| 12", "| 24", "| 48"]
     assert len(shown) == len(set(shown)), "each number of ranks stands there once"
@@ -114,7 +115,7 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
 
 
 def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
-    """Each word is a key of the command line with the preset's value. What was given is not assumed."""
+    """Each word is a command-line key with the preset's value. Given values are not listed as assumptions."""
     ask = ["cluster=cloud_25gbe", "num_nodes=3", "search=null", "scaling_ranks=[]"]
     result = reported(monkeypatch, *ask)
     assert (
@@ -134,7 +135,8 @@ def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
 
 
 TWO_NODES = (
-    "cluster=cloud_25gbe num_nodes=2 images_per_s=20000"  # V100 over TCP, of which nothing is known
+    # V100 over TCP, for which there are no measurements
+    "cluster=cloud_25gbe num_nodes=2 images_per_s=20000"
 )
 ANSWERS = {
     TWO_NODES: (
@@ -177,7 +179,10 @@ def test_a_configured_plan_faster_than_all_others_is_compared_with_none(monkeypa
 
 
 def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
-    """Nothing hides gradients of 25.6 million: bytes of 2, 258 / 256, 8 / 8 in 8 steps and both, at 25 Gbit/s."""
+    """For 25.6 million exposed gradients, bytes scale as 2, 258 / 256, 8 / 8 (averages in 8 steps), and both.
+
+    The links have 25 Gbit/s.
+    """
     fast = scenario(cluster=cluster_of("cloud_25gbe", 2), images_per_s=1e6)
     coded = replace(fast, comm_dtype_across_nodes="int8")
     local = replace(fast, sync_across_nodes_every=8)
@@ -187,7 +192,7 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     local_point = scaling_point(local)
     both_point = scaling_point(both)
     assert fast_point.step_s > coded_point.step_s
-    # blocks are whole
+    # Blocks are whole.
     assert fast_point.least_s / coded_point.least_s == pytest.approx(2 * 256 / 258, rel=0.01)
     assert fast_point.least_s / local_point.least_s == pytest.approx(2.0)
     assert local_point.step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
@@ -270,7 +275,7 @@ def test_a_nodes_input_feeds_all_its_ranks_and_a_part_of_a_node_is_a_smaller_nod
 
 
 def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
-    """4,096 P40 whose NCCL has rings only: one over all ranks is slow at any size."""
+    """On 4,096 P40, NCCL has only rings, and one ring over all ranks is slow at any size."""
     slow = scenario(cluster=cluster_of("p40_roce", 512), images_per_s=2180.0)
     results = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
     steps_s = [candidate.step_s for candidate in results]
@@ -283,7 +288,10 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
 
 @pytest.mark.long
 def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
-    """Median within 10 %, all but one named step within 20, of records nothing was fitted to. Errors as recorded."""
+    """The median error is below 10 %, and all but one named step are within 20 %, without a fit to these records.
+
+    The errors equal the recorded ones.
+    """
     content, predictions, unequal = emulated.checked_again()
     assert content["fitted_to"] not in {prediction.record for prediction in predictions}
     assert len({prediction.setting for prediction in predictions}) >= 6
@@ -293,7 +301,7 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
     for prediction in predictions:
         if prediction.row["section"] == "step" and abs(prediction.ratio - 1) >= 0.2:
             missed.add((prediction.record, prediction.row["arm"]))
-    # the only miss, which the record's README names
+    # The only miss, which the record's README names.
     assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}
     for section, errors in content["predictions"]["error"].items():
         assert errors_now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
@@ -329,7 +337,7 @@ def test_the_papers_run_on_2048_p40_takes_what_the_page_says_at_either_rate():
 
 @pytest.mark.long
 def test_published_rows_are_as_recorded_the_bad_ones_too():
-    """And the paper's cluster is as published."""
+    """In addition, the paper's cluster matches the publication."""
     record = ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl"
     rows = {}
     for line in record.read_text().splitlines()[1:]:

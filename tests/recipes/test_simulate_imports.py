@@ -1,4 +1,4 @@
-"""A simulation starts fast: modules that take long to import, and that it does not need, are not imported."""
+"""Start-up time of a simulation: it does not import modules that are slow to import and not needed."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ CLUSTERS = ",".join(sorted(path.stem for path in tracked_in(ROOT / "conf" / "clu
     ],
 )
 def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(words, tmp_path):
-    """Mutations: the shape of a convolution is left to torch. Pictures are drawn unasked. FSDP2 is asked for blocks."""
+    """Mutations to detect: torch computes a convolution's shape, pictures are always drawn, FSDP2 computes blocks."""
     quick = ["search=null", "scaling_ranks=[]", "hydra.run.dir=run", "hydra.sweep.dir=runs"]
     program = [sys.executable, "-c", PROGRAM, str(ROOT / "recipes" / "simulate.py"), *words, *quick]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=500)

@@ -1,4 +1,4 @@
-"""Measurements in a form that simulator and strategy accept, and early refusal of those that cannot be made."""
+"""Measurements in a format that simulator and strategy accept, and early errors for impossible ones."""
 
 import json
 from dataclasses import asdict, replace
@@ -60,7 +60,7 @@ def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     cfg = composed("simulate", searched, "cluster=ours", "num_nodes=16", "run_dir=/nowhere")
     read = instantiate(cfg.cluster.links)
     expected = replace(result.found.cluster, num_nodes=16)
-    # equal except for the six digits that a description has
+    # Equal except for the six digits that a description has.
     for name in ("across", "inside", "transport"):
         expected_values = as_json(getattr(expected, name))
         for key, value in as_json(getattr(read, name)).items():
@@ -84,7 +84,7 @@ def as_json(link):
 
 @pytest.fixture(scope="module")
 def tuned():
-    """Report on two nodes at 100 Mbit/s and 5 ms, with a step that hides little communication."""
+    """Return the report for two nodes at 100 Mbit/s and 5 ms, with a step that hides little communication."""
     return report(gloo_cluster(2, 2, mbit_per_s=100.0, latency_s=5e-3))
 
 
@@ -109,7 +109,7 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tuned, tmp_path):
 
 
 def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tuned, tmp_path):
-    """The plan is the one without, and knows no codec. From the file that is written the same is fitted again."""
+    """The plan is that without a codec. The written file gives the same fit again."""
     tuned.write(tmp_path, {}, {})
     content = json.loads((tmp_path / "summary.json").read_text())["compression"]
     assert content["proposal"] == "int4"
@@ -142,7 +142,7 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
 
 
 class Unconnected:
-    """A launcher whose ranks do not find each other."""
+    """Launcher whose ranks do not find each other."""
 
     world_size = 4
 

@@ -1,4 +1,4 @@
-"""Adasum in float64, straight from Maleki et al. 2020 (arXiv:2006.02924)."""
+"""Adasum in float64, implemented directly from Maleki et al. 2020 (arXiv:2006.02924)."""
 
 from functools import reduce
 
@@ -11,7 +11,7 @@ def pair(a, b):
 
 
 def tree(gradients):
-    """Combine a power of two of gradients pairwise: ((0 1) (2 3))."""
+    """Combine gradients pairwise as ((0 1) (2 3)). Their number must be a power of two."""
     gradients = [gradient.double() for gradient in gradients]
     while len(gradients) > 1:
         gradients = [pair(a, b) for a, b in zip(gradients[::2], gradients[1::2], strict=True)]
@@ -19,7 +19,7 @@ def tree(gradients):
 
 
 def of_buckets(flats, numels, nodes):
-    """Every rank's bucket -> what all hold afterwards but for the division by the ranks on a node: sums in the node."""
+    """Return the result on all ranks, before the division by the ranks of a node. Nodes add their buckets first."""
     of_nodes = [
         reduce(lambda a, b: a + b, [flats[rank].double() for rank in node]) for node in nodes
     ]

@@ -1,4 +1,4 @@
-"""LARS and LAMB of each family of libraries: its rule on one tensor, in float64, in its order of operations."""
+"""LARS and LAMB of each family of libraries: the rule on one tensor in float64, in the original order of operations."""
 
 import math
 
@@ -10,7 +10,7 @@ def norm(tensor):
 
 
 def paper(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
-    """You et al. 2017 (arXiv:1708.03888), Algorithm 1: the local rate is within the momentum."""
+    """Apply You et al. 2017 (arXiv:1708.03888), Algorithm 1. The local learning rate is inside the momentum."""
     v = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         local_lr = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w))
@@ -22,7 +22,10 @@ def paper(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
 def mlperf_tensorflow(
     w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov
 ):
-    """mlcommons/training, ``lars_optimizer.py``: scaled rate, then Keras's momentum. Ratio 1 where a norm is 0."""
+    """Apply ``lars_optimizer.py`` of mlcommons/training: Keras's momentum on the scaled learning rate.
+
+    If a norm is 0, the ratio is 1.
+    """
     accumulator = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         ratio = torch.ones((), dtype=w.dtype)
@@ -39,7 +42,7 @@ def mlperf_tensorflow(
 
 
 def optax(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov):
-    """``optax.lars``: a chain of decay, trust ratio of the decayed update, rate, and trace."""
+    """Apply ``optax.lars``: a chain of decay, trust ratio of the decayed update, learning rate, and trace."""
     trace = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         update = g + weight_decay * w
@@ -58,7 +61,7 @@ def optax(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, 
 def timm(
     w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov, clip=False
 ):
-    """timm, lightly, torch_optimizer, and apex LARC around SGD: the gradient is scaled, then SGD's momentum."""
+    """Apply LARS of timm, lightly, torch_optimizer, and apex LARC around SGD: it scales gradients before momentum."""
     buffer = None
     for g, lr in zip(gradients, lrs, strict=True):
         ratio = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
@@ -77,7 +80,7 @@ def timm(
 
 
 def nvidia_mxnet(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps):
-    """``SGDwFASTLARS`` of NVIDIA's MXNet entries: the paper's rule, with Goyal et al.'s momentum correction."""
+    """Apply ``SGDwFASTLARS`` of NVIDIA's MXNet entries: the paper's rule with Goyal et al.'s momentum correction."""
     v = torch.zeros_like(w)
     previous = lrs[0]
     for g, lr in zip(gradients, lrs, strict=True):
@@ -89,7 +92,7 @@ def nvidia_mxnet(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient
 
 
 def barlow_twins(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
-    """Barlow Twins, MoCo v3, VISSL: the ratio is of the decayed gradient. No epsilon."""
+    """Apply LARS of Barlow Twins, MoCo v3 and VISSL: the ratio uses the decayed gradient, without epsilon."""
     mu = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         dp = g + weight_decay * w
@@ -102,7 +105,7 @@ def barlow_twins(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient
 
 
 def colossalai(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps):
-    """NUS-HPC and ColossalAI without their clamps: momentum first, the ratio on the whole history."""
+    """Apply LARS of NUS-HPC and ColossalAI without their clamps: momentum first, and the ratio on the whole history."""
     buffer = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         ratio = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
@@ -112,7 +115,7 @@ def colossalai(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, 
 
 
 def joint_outside(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov):
-    """ "ratio_outside" with "joint": nobody's. ColossalAI's momentum with optax's ratio."""
+    """Apply "ratio_outside" with "joint", which no library uses: ColossalAI's momentum with optax's ratio."""
     buffer = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         d = g + weight_decay * w
@@ -125,7 +128,7 @@ def joint_outside(w, gradients, lrs, *, momentum, weight_decay, trust_coefficien
     return w
 
 
-# Family -> its rule, the options of LARS that are said to be it, and what of ours it has besides.
+# Family -> its rule, the equivalent options of our LARS, and our additional options.
 FAMILIES = {
     "paper": (paper, {"momentum_form": "lr_inside", "denominator": "sum"}),
     "mlperf": (

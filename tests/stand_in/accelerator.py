@@ -1,7 +1,8 @@
-"""A device that is none, on which Lightning fits under `FullyShardedStrategy`: what lies where, and which bytes.
+"""Mock device on which Lightning fits under `FullyShardedStrategy`, to check locations and sizes of tensors.
 
-Tensors are fake: they have a device and no values. torch refuses operations that mix devices. A process has the device
-for good, so this is a program of its own: it fits each of the cases that it is given in JSON, and answers in JSON.
+Tensors are fake: they have a device but no values. Torch rejects operations that mix devices. The device cannot be
+removed from a process, so this is a separate program. It receives cases in JSON, fits each of them, and answers in
+JSON.
 """
 
 import json
@@ -48,7 +49,7 @@ def _make(value):
     return lambda *_, **__: value
 
 
-_BACKEND = {  # what `torch.cuda` is to CUDA
+_BACKEND = {  # the counterpart of `torch.cuda`
     **dict.fromkeys(("Stream", "Event", "current_stream"), _make(Stream())),
     **dict.fromkeys(("is_initialized", "is_available"), _make(True)),
     "stream": lambda _: nullcontext(),
@@ -59,7 +60,7 @@ _BACKEND = {  # what `torch.cuda` is to CUDA
     "_is_in_bad_fork": _make(False),
     "get_amp_supported_dtype": _make([torch.float16, torch.bfloat16]),
 }
-if __name__ == "__main__":  # not where pytest looks for examples
+if __name__ == "__main__":  # not if pytest collects examples
     _setup_privateuseone_for_python_backend("standin", backend_module=SimpleNamespace(**_BACKEND))
     _AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     _AUTOCAST.fallback(torch.library.fallthrough_kernel)
@@ -75,9 +76,9 @@ class StandIn(CPUAccelerator):
 
 
 class Memories(TorchDispatchMode):
-    """Mode that counts the device's bytes and refuses operations on tensors of host and device.
+    """Mode that counts the device's bytes and rejects operations that mix tensors of host and device.
 
-    A read by the host gets 0.
+    If the host reads a value, it gets 0.
     """
 
     def __init__(self):
@@ -113,7 +114,7 @@ def _fakes(tree):
 
 
 class Numbers(TorchFunctionMode):
-    """Mode in which `torch.tensor` forgets its values, which the device could not take."""
+    """Mode in which `torch.tensor` discards its values, because the device cannot store them."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -150,7 +151,7 @@ class Steps(torch.utils.data.IterableDataset):
 
 class Cast(nn.Linear):
     def forward(self, x):
-        # as autocast, which does not know the device
+        # As autocast would do, which does not know the device.
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -168,7 +169,7 @@ class Blocks(pl.LightningModule):
     def configure_model(self):
         if self.policy is None:
             self.trainer.strategy.shard_(self.net)
-        else:  # as a user does
+        else:  # as user code does
             mesh = self.device_mesh["data_parallel"]
             self.trainer.precision_plugin.shard_(
                 self.net, self.net, mesh=mesh, offload_policy=self.policy
@@ -181,14 +182,14 @@ class Blocks(pl.LightningModule):
         return Steps()
 
     def on_train_start(self):
-        self.memories.peak = 0  # of steps: here the network is made on the device, and whole
+        self.memories.peak = 0  # of steps: the whole network was created on the device before
 
     def training_step(self, batch, batch_idx):
         return self.net(torch.ones(2, WIDTH, device=self.device)).float().sum()
 
     def on_train_end(self):
         self.trainer.optimizers[0].zero_grad()
-        torch.ones(1)  # counts once more
+        torch.ones(1)  # triggers another count
         self.memories.after = self.memories.now
 
 
@@ -201,7 +202,7 @@ def fit(
     is_resumed=False,
     **settings,
 ):
-    """Return the devices after the fit, and the device's bytes per parameter: the peak of a step, and after it."""
+    """Return the devices after the fit, and the device's bytes per parameter at the peak of a step and after it."""
     checkpoint_io = InMemory()
     paths = [None, "a file"] if is_resumed else [None]
     for path in paths:
@@ -238,7 +239,7 @@ def fit(
 
 
 def devices_after_fit(trainer, module, checkpoint_io):
-    """Return the types of device of weights, optimizer state, loss scale, buffers and checkpoint."""
+    """Return the device types of weights, optimizer state, loss scale, buffers and checkpoint."""
     state = []
     for values in trainer.optimizers[0].state.values():
         state += [value for value in values.values() if value.dim() > 0]

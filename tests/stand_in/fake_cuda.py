@@ -1,6 +1,6 @@
-"""CUDA without a GPU: tensors with a device and no memory, and Triton kernels that only say that they were launched.
+"""Mock CUDA without a GPU: tensors with a device but no memory, and Triton kernels that only record their launches.
 
-`torch` raises where an operation mixes the devices of such tensors, and where the host would read one.
+Torch raises an error if an operation mixes the devices of such tensors, or if the host would read one.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ ONE = torch.device("cuda:1")
 
 
 class Launches(TorchDispatchMode):
-    """Names of what the host launches on a GPU: operations that compute or copy, and kernels of ours."""
+    """Mode that records what the host launches on a GPU: operations that compute or copy, and our kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FakeCuda:
             self.current = before
 
     def kernel(self, name: str) -> Any:
-        """Mock of a Triton kernel, which accepts tensors of the current device only, as a GPU does."""
+        """Return a mock of a Triton kernel, which accepts only tensors of the current device, as a GPU does."""
 
         def launch(*args: Any, **kwargs: Any) -> None:
             for arg in args:
@@ -81,7 +81,7 @@ class FakeCuda:
 
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """Let `torch.empty(..., device="cuda:1")` work and the optimizers find kernels."""
+    """Make `torch.empty(..., device="cuda:1")` work, and let the optimizers find kernels."""
     from lightning_hybrid.optim import lamb
     from lightning_hybrid.optim.fused import contiguous, option_table, step
     from lightning_hybrid.optim.fused.cuda import lars, lars_kernels
@@ -94,7 +94,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return [id(tensor) // 16 * 16 for tensor in chain(*lists)]
 
     def count(step: Tensor, device: torch.device) -> float:
-        """Read a count on the CPU, which waits for nothing. Fake ones have no value."""
+        """Read a count on the CPU, which does not wait. Fake counts have no value."""
         assert step.device.type == "cpu"
         return 1.0
 

@@ -1,10 +1,10 @@
-"""A device that is none, but to which modules move as to a GPU: tests on a CPU see what moving does to objects.
+"""Mock device to which modules move as to a GPU, so that CPU tests see the effect of moves on objects.
 
-`pytest --moving-device` runs the tests that it is given so. `.to("cuda")` and `.cpu()` re-point every parameter's
-`data`, and its gradient's, to new memory and put a new object in place of every buffer; on a CPU `.to("cpu")` does
-nothing at all. Lightning moves the module when it sets the strategy up, and back in its teardown before that of the
-precision. Optimizer state is moved at both ends too. While a move is under way, and until the strategy's part is over,
-what moved is in another memory than what did not: an operation on both is an error, as on a GPU.
+`pytest --moving-device` runs the selected tests with it. `.to("cuda")` and `.cpu()` give `data` of every parameter and
+its gradient new memory, and replace every buffer by a new object. On a CPU, `.to("cpu")` does nothing. Lightning moves
+the module when it sets up the strategy, and back in its teardown, before the teardown of the precision plugin.
+Optimizer state also moves both times. During a move, and until the strategy's part is done, moved and unmoved tensors
+are in different memories. An operation on both is an error, as on a GPU.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _COPIES = frozenset({torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.at
 
 
 class AcrossMemoriesError(RuntimeError):
-    """An operation on tensors of both memories, which a GPU would refuse."""
+    """Error for an operation on tensors of both memories, which a GPU would reject."""
 
 
 class TwoMemories(TorchDispatchMode):
-    """Mode that knows which memory has been moved."""
+    """Mode that tracks which memory has been moved."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._moved: dict[int, Tensor] = {}  # held, so that no other memory gets the address
+        self._moved: dict[int, Tensor] = {}  # kept alive, so that no other memory gets the address
         self._moves = _Moves(self)
 
     def __enter__(self) -> TwoMemories:
@@ -51,7 +51,7 @@ class TwoMemories(TorchDispatchMode):
         self._moves.__exit__(*error)
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a copy in the other memory, or the tensor itself if it is there."""
+        """Return a copy in the other memory, or the tensor itself if it is already there."""
         if self.has(tensor):
             return tensor
         with torch._C._DisableTorchDispatch():
@@ -83,7 +83,7 @@ class TwoMemories(TorchDispatchMode):
 
 
 class _Moves(TorchFunctionMode):
-    """Mode in which `tensor.to(device)` and `tensor.cpu()` move what has not been moved."""
+    """Mode in which `tensor.to(device)` and `tensor.cpu()` move tensors that have not been moved."""
 
     def __init__(self, memories: TwoMemories) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ class _Moves(TorchFunctionMode):
 
 
 def model_to_device(self: HybridAllReduceStrategy) -> None:
-    """Move the module where Lightning does: before the strategy's own work on what was moved."""
+    """Move the module at the same point as Lightning, before the strategy works on the moved tensors."""
     assert isinstance(self.model, nn.Module)
     with TwoMemories() as memories, _instead_of(self.model, "to", memories):
         _ORIGINAL["model_to_device"](self)
 
 
 def teardown(self: HybridAllReduceStrategy) -> None:
-    """Move the module back where Lightning does, and check that it ended there."""
+    """Move the module back at the same point as Lightning, and check that all tensors were moved."""
     module = self.lightning_module
     if module is None:
         _ORIGINAL["teardown"](self)
@@ -142,7 +142,7 @@ def _instead_of(module: nn.Module, name: str, memories: TwoMemories) -> Iterator
 
 
 def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
-    """Put new tensors with the same values into the state."""
+    """Replace the tensors in the state by new ones with the same values."""
     _optimizers_to_device(optimizers, device)
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
@@ -150,7 +150,7 @@ def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
 
 
 def install() -> None:
-    """Install the device in this process, for good."""
+    """Install the device in this process permanently."""
     HybridAllReduceStrategy.model_to_device = model_to_device
     HybridAllReduceStrategy.teardown = teardown
     ddp._optimizers_to_device = strategy._optimizers_to_device = optimizers_to_device

@@ -1,17 +1,18 @@
-"""A fake of CUDA's streams and events that records their use, so that what runs on them can be tested on a CPU.
+"""Mock of CUDA streams and events that records their use, so that code for streams can be tested on a CPU.
 
-Every operation is recorded on the stream that is current, with the memory that it reads and writes, and vector clocks
-say what is ordered after what:
+Every operation is recorded on the current stream, with the memory that it reads and writes. Vector clocks determine the
+order of operations:
 
     race    an operation reads what another stream writes, or writes what another uses, and no event orders them
-    reuse   memory is given back to the stream that it was made on, while another that was not recorded may use it
-    early   the host reads what it has not seen to be done
+    reuse   memory is returned to the stream that allocated it, while a stream that was not recorded may use it
+    early   the host reads a value that it does not know to be complete
 
-Streams have a time of their own: a collective takes `COLLECTIVE_S`; who waits for an event is at least as late.
+Streams have a simulated time. A collective takes `COLLECTIVE_S`, and a stream that waits for an event is at least as
+late as the event.
 
-`installed`: tensors are the CPU's and are computed at once. `on_fake_tensors`: tensors have a device and no values, and
-the host is a timeline as well: what it enqueues comes after all that it knows; copies with `non_blocking=True` tell it
-nothing.
+With `installed`, tensors are on the CPU and computed at once. With `on_fake_tensors`, tensors have a device but no
+values, and the host is a timeline as well: operations that it enqueues come after everything that it knows to be
+complete. Copies with `non_blocking=True` tell the host nothing.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ NO_ACCESS = {
     "aten::record_stream",
 }
 BLOCKING = {torch.ops.aten.copy_, torch.ops.aten._to_copy}
-WRITTEN = {  # by collectives, whose schemas do not say: arguments by place; all are read but these
+WRITTEN = {  # by collectives, whose schemas lack it: argument positions; all others are only read
     "c10d::_reduce_scatter_base_": (0,),
     "c10d::_allgather_base_": (0,),
 }
 
 
 class Stream:
-    """A stream that records its operations, and what it is ordered after: `clock`."""
+    """Stream that records its operations, and the operations after which it is ordered: `clock`."""
 
     device = CUDA
 
@@ -82,7 +83,7 @@ class Stream:
 
 
 class Event:
-    """Position of a stream when it was recorded. Complete once the device has reached it."""
+    """Position of a stream at the time of recording. It is complete once the device has reached it."""
 
     def __init__(self, cuda: Cuda, enable_timing: bool = False) -> None:
         self.cuda = cuda
@@ -104,7 +105,7 @@ class Event:
         if self.number > self.cuda.num_through:
             return False
         _merge(self.cuda.host.clock, self.clock)
-        return True  # as CUDA says of an event that was never recorded, too
+        return True  # CUDA also returns true for an event that was never recorded
 
     def elapsed_time(self, end: Event) -> float:
         if not (self.has_time and end.has_time) or min(self.number, end.number) < 0:
@@ -121,7 +122,7 @@ class Event:
 
 
 class Future:
-    """Mock of torch's future of a device: set on one stream, waited for by another."""
+    """Mock of torch's future of a device, which is set on one stream and waited for by another."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         self.event = Event(Cuda.instance())
@@ -159,7 +160,7 @@ class Future:
 
 @dataclass(frozen=True)
 class _Use:
-    """Bytes that an operation used, with its stream, the stream's count then, and whether it wrote."""
+    """Bytes that an operation used, with its stream, the stream's count at that time, and whether it wrote."""
 
     begin: int
     end: int
@@ -184,7 +185,7 @@ class _Memory:
 
 
 class Cuda(TorchDispatchMode):
-    """Mock of the device. `num_through`: number of operations and records that are done, all unless it hangs."""
+    """Mock of the device. `num_through` is the number of completed operations, which is all of them unless it hangs."""
 
     current_instance: Cuda | None = None
 
@@ -218,7 +219,7 @@ class Cuda(TorchDispatchMode):
 
     @property
     def violations(self) -> list[str]:
-        """Races, reuses and early reads so far."""
+        """Return all races, reuses and early reads so far."""
         assert self._was_entered, (
             "operations are recorded within `with Cuda().installed(patch):` alone"
         )
@@ -242,7 +243,7 @@ class Cuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
-        """Set the current device. In a new thread it is the first GPU until this is entered."""
+        """Set the current device. In a new thread, it is the first GPU until this context is entered."""
         self.device = device
         yield
         self.device = None
@@ -262,7 +263,7 @@ class Cuda(TorchDispatchMode):
         patch.setattr(torch.cuda, "synchronize", self.synchronize)
         patch.setattr(cuda_streams, "Future", Future)
         patch.setattr(cuda_all_reduce, "Future", Future)
-        # what is run over Gloo plays NCCL
+        # Gloo groups stand for NCCL groups.
         patch.setattr(cuda_carrier, "is_on_hosts", lambda group: False)
         patch.setattr(dist, "all_reduce", partial(self.all_reduce, dist.all_reduce))
         patch.setattr(
@@ -272,7 +273,7 @@ class Cuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_fake_tensors(self) -> Iterator[Cuda]:
-        """Install on fake tensors. No operation is done before somebody waits for it."""
+        """Install on fake tensors. Operations complete only when they are waited for."""
         with (
             pytest.MonkeyPatch.context() as patch,
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -293,13 +294,13 @@ class Cuda(TorchDispatchMode):
             _merge(stream.clock, self.host.clock)
 
     def host_reads(self, tensor: torch.Tensor) -> None:
-        """Note a read by other means than torch's operations, such as a file that is written."""
+        """Record a read other than by torch operations, such as a write to a file."""
         self._use("a read", tensor, self.host, is_write=False)
 
     def all_reduce(
         self, real: Callable, tensor: torch.Tensor, *args, async_op: bool = False, **kwargs
     ):
-        """Mock of NCCL's all-reduce, whose asynchronous form runs on the backend's stream and keeps its tensors."""
+        """Mock NCCL's all-reduce, whose asynchronous form runs on the backend's stream and keeps its tensors."""
         if not async_op:
             return real(tensor, *args, **kwargs)
         ready = Event(self)
@@ -316,7 +317,7 @@ class Cuda(TorchDispatchMode):
         self.memory_of(tensor).recorded.add(stream.name)
 
     def hang(self) -> None:
-        """Let no further operation end until `go_on`."""
+        """Let no further operation complete until `go_on`."""
         self.num_through = self.number
 
     def go_on(self) -> None:
@@ -374,7 +375,8 @@ class Cuda(TorchDispatchMode):
             self.memory[_key(tensor)] = _Memory(tensor.untyped_storage(), owner)
 
     def memory_of(self, tensor: torch.Tensor) -> _Memory:
-        if _key(tensor) not in self.memory:  # not made by an operation: the host's, as numpy's
+        # not allocated by an operation, but by the host, such as NumPy's
+        if _key(tensor) not in self.memory:
             self.memory[_key(tensor)] = _Memory(tensor.untyped_storage(), HOST)
         return self.memory[_key(tensor)]
 
@@ -394,7 +396,7 @@ class Cuda(TorchDispatchMode):
                         f"race: {name} on {stream} is not ordered after a use on {use.stream}"
                     )
                 elif is_write and new_use.covers(use):
-                    continue  # what is ordered after this write is ordered after that use
+                    continue  # operations ordered after this write are ordered after that use
             uses.append(use)
         memory.uses = [*uses, new_use]
         memory.last[stream.name] = count

@@ -1,4 +1,4 @@
-"""Optimizers on CUDA, without a GPU: their path, their launches, and the device."""
+"""Optimizers on CUDA without a GPU: their path, their launches, and the current device."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from recipes.benchmarks.gradient_sets import GRADIENT_SETS
 from tests.optim.fused.cuda.test_kernels import triton
 from tests.stand_in.fake_cuda import ONE, ZERO, Launches, fake_cuda, parameter
 
-assert triton  # else all is skipped
+assert triton  # otherwise the tests are skipped
 CONF = Path(__file__).parents[2] / "conf" / "optim"
 SHAPES = GRADIENT_SETS["resnet50"]()
 RULES = {LARS: "lars", LAMB: "lamb"}
@@ -28,7 +28,7 @@ def fake(monkeypatch):
 
 
 def recipe(rule, shapes=SHAPES, *, fused=None):
-    """The optimizer of a recipe, for ResNet-50 as 16-true has it: fp16 gradients, those of normalisation in fp32."""
+    """Return a recipe's optimizer for ResNet-50 in 16-true, with fp16 gradients, and fp32 ones for normalisations."""
     options = yaml.safe_load((CONF / f"{RULES[rule]}.yaml").read_text())
     assert options.pop("fused", "missing") is None
     options = {name: value for name, value in options.items() if not name.startswith("_")} | {
@@ -52,7 +52,7 @@ def scaled_step(optimizer):
 def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_nothing(
     precision, fake
 ):
-    """In the third step, the rate being another in each. A read by the host would raise."""
+    """The third step is counted, and the learning rate changes in each step. A read by the host would raise."""
     optimizer = recipe(LARS, fused=True)
     for step in range(3):
         for group in optimizer.param_groups:
@@ -63,14 +63,14 @@ def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads
             scaled_step(optimizer) if precision == "fp16" else optimizer.step()
     kernels = [name for name, _ in fake.launched]
     assert sorted(kernels) == sorted(2 * KERNELS)  # for fp16 gradients, and for fp32 ones
-    assert fake.num_copies == 1  # of all options
-    # 1 / scale, and the 0 of found_inf
+    assert fake.num_copies == 1  # for all options
+    # 1 / scale, and the 0 of found_inf.
     assert len(launches.names) == (precision == "fp16"), launches.names
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_the_default_of_lars_is_lists_and_the_host_reads_nothing(precision, fake):
-    """But for the selection of old or new values, their number does not grow with the model."""
+    """The number of launches does not grow with the model, except for the selection of old or new values."""
     numbers = []
     for shapes in (SHAPES[-20:], SHAPES[-60:]):
         optimizer = recipe(LARS, shapes)
@@ -79,7 +79,7 @@ def test_the_default_of_lars_is_lists_and_the_host_reads_nothing(precision, fake
                 scaled_step(optimizer) if precision == "fp16" else optimizer.step()
         numbers.append(len(launches.names))
     assert not fake.launched
-    num_selections = 2 if precision == "fp16" else 0  # a tensor: the weight and its momentum
+    num_selections = 2 if precision == "fp16" else 0  # per tensor: the weight and its momentum
     assert numbers[1] - numbers[0] == num_selections * 40
 
 
@@ -87,9 +87,9 @@ def test_the_default_of_lars_is_lists_and_the_host_reads_nothing(precision, fake
 def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(
     fused, precision, fake, recwarn
 ):
-    """But for the selection of old or new values, where a step may be skipped. A read by the host would raise.
+    """Only the selection of old or new values grows, if a step may be skipped. A read by the host would raise.
 
-    True comes with the checkpoint of a CPU; asked for on CUDA, it is refused.
+    `fused=True` may come from a CPU checkpoint. On CUDA, a request for it raises an error.
     """
     numbers = []
     for shapes in (SHAPES[-20:], SHAPES[-60:]):
@@ -102,7 +102,7 @@ def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(
         numbers.append(len(launches.names))
     assert not fake.launched
     assert not list(recwarn)
-    num_selections = 3 if precision == "fp16" else 0  # a tensor: the weight and both moments
+    num_selections = 3 if precision == "fp16" else 0  # per tensor: the weight and both moments
     assert numbers[0] <= 130 + 20 * num_selections
     assert numbers[1] - numbers[0] == num_selections * 40
     with pytest.raises(
@@ -132,7 +132,7 @@ PATHS = [(LARS, None), (LARS, True), (LAMB, None)]
 
 @pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(rule, fused, fake):
-    """A read by the host would raise. Kernels are as many as of whole tensors."""
+    """A read by the host would raise. There are as many kernels as for whole tensors."""
     params = [
         parameter(2 * BLOCK, grad_dtype=torch.float16),
         parameter(8, 4, grad_dtype=torch.float16),
@@ -168,7 +168,7 @@ def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(r
 def test_nobody_gets_kernels_unasked_and_who_asks_for_them_must_clip_elsewhere(
     options, is_fused, fake
 ):
-    """Lightning's `16-mixed` refuses to clip where an optimizer declares that it unscales by itself."""
+    """Lightning's `16-mixed` refuses to clip if an optimizer declares that it unscales gradients itself."""
     optimizer = LARS([parameter(8, 4)], lr=0.1, **options)
     scaled_step(optimizer)
     assert bool(fake.launched) is is_fused
@@ -180,7 +180,7 @@ def test_nobody_gets_kernels_unasked_and_who_asks_for_them_must_clip_elsewhere(
 
 @pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_state_of_a_checkpoint_on_the_cpu_goes_to_the_parameters(rule, fused, fake):
-    """Load half precision, whose state stays float32, and a state of the CPU's native passes, counts included."""
+    """The test loads half-precision parameters with float32 state, and a CPU state of the fused passes with counts."""
     params = [
         nn.Parameter(torch.empty(8, 4, device=device, dtype=torch.float16))
         for device in (ZERO, ONE)

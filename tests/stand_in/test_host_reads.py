@@ -1,6 +1,6 @@
-"""Callbacks, clipping and flags on fake CUDA tensors: the host reads nothing, and collectives get CUDA's tensors.
+"""Callbacks, clipping and flags on fake CUDA tensors: the host reads nothing, and collectives get CUDA tensors.
 
-Fake tensors have a device and no values: torch raises where the host would read one.
+Fake tensors have a device but no values, so torch raises an error if the host would read one.
 """
 
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from tests.stand_in.fake_cuda import ZERO, parameter
 
 
 class Copies(TorchDispatchMode):
-    """Mode that notes copies from the CPU to CUDA that make the host wait."""
+    """Mode that records copies from the CPU to CUDA for which the host waits."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def on_cuda(module):
 
 
 class Count(int):
-    """A number on the host, in place of a tensor that would be fake here."""
+    """Number on the host, in place of a tensor that would be fake here."""
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])
@@ -87,7 +87,7 @@ def test_statistics_of_layers_that_no_batch_reached_are_where_the_layers_are(mon
         statistics = _Statistics([on_cuda(layer)])
         statistics.end_batch()
         with pytest.raises(DataDependentOutputException):
-            statistics.write()  # the number of batches is read, once at the end
+            statistics.write()  # the number of batches is read once at the end
     assert devices == [ZERO]
     assert statistics._of_batches[0].device == ZERO
 

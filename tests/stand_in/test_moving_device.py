@@ -1,4 +1,4 @@
-"""The stand-in for a move to a GPU does to objects what a move does, and where Lightning does it."""
+"""Mock of a move to a GPU: effects on objects, and the points at which Lightning moves."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def not_twice(pytestconfig):
 
 
 class WithABuffer(toy.Toy):
-    """A third is rounded in every half precision."""
+    """Toy with buffers of 1/3, which every half precision rounds."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class WithABuffer(toy.Toy):
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_a_module_ends_in_fp32_with_the_bits_of_its_buffers(one_rank, tmp_path, precision):
-    """Buffers are new objects after each move: whoever knows them by identity knows them no more."""
+    """Buffers are new objects after each move, so they can no longer be found by identity."""
     for result, saved in one_rank.run(buffers_after_each, precision, str(tmp_path / "last.ckpt")):
         exact = WithABuffer().buffers_by_bits()
         assert len(exact) == 2

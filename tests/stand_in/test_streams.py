@@ -1,4 +1,4 @@
-"""Waits between streams of a GPU, in the prefetcher and in copies of a checkpoint."""
+"""Waits between streams of a GPU, in the prefetcher and in checkpoint copies."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.stand_in.recording_cuda import CUDA, Cuda
 
 
 class Loader:
-    """Batches of images and labels. `on_device` as that of images which travel as uint8."""
+    """Loader of images and labels, with an `on_device` like that of images that are sent as uint8."""
 
     def __init__(self, num_batches, *, reads_ahead):
         self.num_batches = num_batches
@@ -29,7 +29,7 @@ class Loader:
 
 
 def train_on(loader):
-    """Races of four steps that read a batch, change it, and keep the last loss."""
+    """Return the races of four steps that read a batch, change it, and keep the last loss."""
     with Cuda().on_fake_tensors() as gpu:
         ahead = prefetch(loader, CUDA, torch.float16)
         weight = torch.ones(3, device=CUDA, dtype=torch.float16)
@@ -52,7 +52,7 @@ def test_a_prefetched_batch_is_there_before_it_is_read_and_stays_until_it_was(re
 
 
 class Refills:
-    """One batch of memory, filled again each time, as own loaders do with what they page-lock."""
+    """Loader that refills the memory of one batch, as custom loaders do with page-locked memory."""
 
     def __iter__(self):
         batch = {
@@ -79,12 +79,12 @@ class Block:
 
 
 def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
-    """The weights are changed, copied, changed again, and the copy is written to a file."""
+    """Change the weights, copy them, change them again, write the copy to a file, and return the races."""
     monkeypatch.setattr(
         HostCopies, "_block_of", lambda self, num_bytes, *, is_locked: Block(num_bytes)
     )
     monkeypatch.setattr(host_copy, "_key_of", id)  # a fake tensor has no address
-    monkeypatch.setattr(host_copy, "_is_plain_memory", lambda tensor: True)  # and a type of its own
+    monkeypatch.setattr(host_copy, "_is_plain_memory", lambda tensor: True)  # and a special type
     with Cuda().on_fake_tensors() as gpu:
         weights = torch.ones(8, device=CUDA)
         host = HostCopies()

@@ -1,6 +1,6 @@
-"""A step on fake CUDA tensors: no operation mixes devices, none reads back, and what is kept is on the device.
+"""Training step on fake CUDA tensors: no mixed devices, no reads by the host, and all state on the device.
 
-Fake tensors have a device and no values: torch checks devices and shapes as on a GPU, and refuses to read a value.
+Fake tensors have a device but no values. Torch checks devices and shapes as on a GPU, and refuses to read values.
 """
 
 import pytest
@@ -19,14 +19,14 @@ from tests import toy
 from tests.stand_in.fake_cuda import Launches
 
 CUDA = torch.device("cuda", 0)
-OPTIMIZERS = {  # LAMB counts its steps on the host; SGD(fused=True) takes no fake tensors
+OPTIMIZERS = {  # LAMB counts its steps on the host; SGD(fused=True) accepts no fake tensors
     "lars": lambda params: LARS(params, lr=1.0, momentum=0.9, weight_decay=1e-4, fused=False),
     "adamw_fused": lambda params: AdamW(params, fused=True),
 }
 
 
 class OneDevice(TorchDispatchMode):
-    """Mode that refuses a number on the CPU next to tensors on CUDA, which torch allows in arithmetic."""
+    """Mode that rejects a CPU number next to CUDA tensors, which torch allows in arithmetic."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves = tree_leaves((args, kwargs))
@@ -39,15 +39,15 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
-    check_exchange()  # once in a process, by values
-    # Pinned memory needs a driver. An answer that never arrives is never read.
+    check_exchange()  # once per process, by values
+    # Pinned memory needs a driver. A result that never arrives is never read.
     monkeypatch.setattr(device_writes, "_sent_to_host", lambda counts: (counts, lambda: False))
     with FakeTensorMode() as mode, OneDevice():
         yield mode
 
 
 def on_cuda(module):
-    """Mark a module as moved. `Module.to("cuda")` fails if torch was built without CUDA."""
+    """Mark a module as moved, because `Module.to("cuda")` fails if torch was built without CUDA."""
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             child._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=CUDA))
@@ -63,7 +63,7 @@ class Deep(toy.Toy):
 
 
 def set_up(optimizer, precision="16-true", *, module=None, **settings):
-    """Return module, precision and optimizer as they are when training starts."""
+    """Return module, precision plugin and optimizer in their state at the start of training."""
     if module is None:
         module = toy.Toy()
     module = on_cuda(module)
@@ -82,7 +82,7 @@ def set_up(optimizer, precision="16-true", *, module=None, **settings):
 
 
 def backward(module):
-    """Run a backward in the open window, which gives each parameter a gradient in its own dtype."""
+    """Run a backward pass in the open window, which gives each parameter a gradient in its own dtype."""
     plugin = module.trainer.precision_plugin
     loss = plugin.pre_backward(torch.ones((), device=CUDA), module)
     for parameter in module.parameters():
@@ -114,7 +114,7 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
                 state_devices.add(value.device)
     assert state_devices == {CUDA}
 
-    # tensors without dimensions, which torch lets an operation mix with other devices
+    # Tensors without dimensions, which torch allows in operations with other devices.
     record = plugin.optimizer_steps[0]
     values = list(vars(record).values())
     expected_number = 2

@@ -1,4 +1,4 @@
-"""Gradients of several batches in a step: added up in fp32, rounded once."""
+"""Gradient accumulation: gradients of several batches are added in fp32 and rounded once."""
 
 from functools import partial
 
@@ -16,9 +16,10 @@ SUM = 0.875 + 14 * 2.0**-11
 
 
 class Counts(Toy):
-    """Module whose gradient is the batch: 1 - rank / 4 in the first of a step, 2**-11 in the others, none in the last.
+    """Module whose gradient is the batch, to detect accumulation in fp16.
 
-    In fp16, 1 + 2**-11 is 1: added one by one in it, all but the first batch would be lost.
+    The gradient is 1 - rank / 4 in the first batch of a step, 2**-11 in the others, and zero in the last one. In fp16,
+    1 + 2**-11 is 1, so accumulation in fp16 would lose all batches but the first.
     """
 
     def __init__(self, leaves_out=False):
@@ -59,7 +60,7 @@ def fit_steps(ranks, module=Counts, num_steps=1, first=None, **options):
 
 
 def weight_of(seen):
-    """Return the weight at the end, which began at zero."""
+    """Return the weight at the end. It began at zero."""
     return seen.weights["net.weight"][0]
 
 
@@ -91,7 +92,7 @@ def gradient(trainer, module):
 
 
 def test_hooks_see_the_sum_of_the_batches_so_far_and_in_the_last_the_average_over_ranks(two_ranks):
-    """As under `ddp`: fp32 and unscaled."""
+    """Hooks see fp32 gradients without the loss scale, as under `ddp`."""
     _, rank_1 = fit_steps(two_ranks, callbacks=[at(on_after_backward=gradient)])
     sums = rank_1.looks["on_after_backward"]
     expected = [(0.75 + number * 2.0**-11) / NUM_BATCHES for number in range(3)]
@@ -108,7 +109,7 @@ def test_an_inf_in_one_batch_skips_the_step(one_rank, first, num_skipped):
 
 
 class OwnLoop(Counts):
-    """Module with manual optimization that adds gradients up without averaging, as under DDP's `no_sync`."""
+    """Module with manual optimization that accumulates gradients without averaging, as under DDP's `no_sync`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`Adasum` between nodes: what a fit gets by it, and what is refused or warned of."""
+"""`Adasum` between nodes: its effect on a fit, its errors and its warnings."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ NUMELS = (300, 7)
 
 
 class Slopes(pl.LightningModule):
-    """Module of two parameters with gradients that the rank drew from 1 to 2, on its share or everywhere, or inf."""
+    """Module of two parameters whose gradients are drawn from 1 to 2 by rank, on its share or everywhere, or inf."""
 
     def __init__(self, *, apart=False, inf_at=None, optimizer=None):
         super().__init__()
@@ -76,7 +76,7 @@ def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, ap
         for weight, sum_of_nodes in zip(moved_by(seen), expected, strict=True):
             right = sum_of_nodes / 2
             assert (weight.double() - right).norm() <= bound * right.norm(), f"rank {seen.rank}"
-            if apart:  # the sum of both nodes' means, which no mean of all is
+            if apart:  # then it is the sum of both nodes' means, and no mean of all ranks
                 assert torch.equal(weight, right.float()), f"rank {seen.rank}"
         assert seen.looks["on_train_start"][0].endswith("; Adasum between nodes")
 
@@ -98,14 +98,14 @@ def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_
         assert (seen.loss_scale, seen.num_skipped) == (128.0, 1), f"rank {seen.rank}"
         assert same(seen.weights, per_rank[0].weights), f"rank {seen.rank}"
         for weight, right in zip(moved_by(seen), expected, strict=True):
-            # the first step is skipped
+            # The first step is skipped.
             error = (weight.double() - right).norm()
             assert error <= 2 * 2**-11 * right.norm(), f"rank {seen.rank}"
 
 
 def refusal_of_three_nodes():
     strategy = HybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1)
-    return toy.error_of(toy.trainer, strategy=strategy)  # before a module is there
+    return toy.error_of(toy.trainer, strategy=strategy)  # before a module exists
 
 
 def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
@@ -118,7 +118,7 @@ def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(thr
 
 
 def sgd_on_groups(parameters):
-    """Make SGD as recipes do: the groups hold `trust_ratio`, which SGD does not have."""
+    """Make SGD as recipes do, with groups that contain `trust_ratio`, which SGD does not know."""
     return torch.optim.SGD([{"params": list(parameters), "trust_ratio": True}], lr=1.0)
 
 

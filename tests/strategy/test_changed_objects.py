@@ -1,4 +1,4 @@
-"""Comparison of the page on changed objects with the package's syntax trees."""
+"""Comparison of the documentation page on changed objects with the syntax trees of the package."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from tests.checkout import ROOT, tracked_files
 
 PAGE = ROOT / "lightning_hybrid" / "strategy" / "changed_objects.md"
 
-# Variables that hold objects of torch's, Lightning's or the user's, whatever their attributes are called.
+# Variables that hold objects of torch, Lightning or the user, whatever the names of their attributes.
 FOREIGN = set(
     "average connector error exception installed layer loader local loop metric module net one "
     "optimizer parameter scheduler torch trainer".split()
@@ -51,7 +51,7 @@ def is_named(node: ast.AST, names: set[str]) -> bool:
 
 
 def changes(tree: ast.AST, our_attributes: set[str]) -> Iterator[str]:
-    """Yield what a module changes in objects of others: attributes, entries of a `__dict__`, state of the process."""
+    """Yield all changes of foreign objects in a module: attributes, entries of a `__dict__` and process state."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             root = node.value

@@ -1,4 +1,4 @@
-"""Table of options that cannot be combined: every row raises its error, and the page of options shows it."""
+"""Table of options that cannot be combined: every row raises its error, and the options page shows it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +95,7 @@ def in_a_pipeline(name):
         "precision": "32-true",
         "optimizers": [],
     }
-    # strategy, trainer and module at once
+    # One object serves as strategy, trainer and module.
     fit = SimpleNamespace(**defaults | OF_A_PIPELINE[name])
     fit.strategy = fit
     refuse_in_pipeline(fit, fit, fit)
@@ -107,7 +107,7 @@ def by_hand(is_automatic=False):
 
 
 def use_both(pair):
-    """Use both features of a row, where a user or a fit would."""
+    """Use both features of a row in the way that a user or a fit does."""
     names = {pair.feature, pair.conflict}
     if names <= {*OPTIONS, *KINDS}:
         kind = HybridAllReduceStrategy
@@ -168,7 +168,7 @@ def test_a_run_without_excluded_features_is_accepted():
 
 
 def test_the_page_shows_every_row_of_the_table():
-    """One line for each option, with everything that it excludes."""
+    """The page has one line per option, with everything that it excludes."""
     text = (
         README.read_text().partition("## Options that cannot be combined")[2].partition("\n## ")[0]
     )

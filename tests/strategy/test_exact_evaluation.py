@@ -1,4 +1,4 @@
-"""Evaluation in which every sample counts once: user code whose metrics are those of one process."""
+"""Evaluation that counts every sample once: metrics of user code equal those of a single process."""
 
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ NUM_SAMPLES = 101
 
 
 class Numbered(toy.Blobs):
-    """Blobs with their numbers."""
+    """Blobs with their indices."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         return *super().__getitem__(index), index
@@ -44,7 +44,7 @@ def numbered(
 
 
 class Scored(Toy):
-    """A classifier with ten metrics, and with values of a batch that `self.log` reduces."""
+    """Classifier with ten metrics, and with batch values that `self.log` reduces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Scored(Toy):
         )
 
     def score(self, batch: Any) -> None:
-        # Rounded, as batches of other sizes change the last bit, and with it which repeated samples tie.
+        # Rounded, because batches of other sizes change the last bit, and with it which repeated samples tie.
         logits = (self.net(batch[0]).float() * 4096).round() / 4096
         losses = cross_entropy(logits, batch[1], reduction="none")
         self.of_labels.update(logits.softmax(-1), batch[1])
@@ -93,7 +93,7 @@ class Scored(Toy):
 
 
 class Counts(Toy):
-    """A module whose evaluation reads samples and does nothing with them."""
+    """Module whose evaluation reads samples and ignores them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch[:2], batch_idx)
@@ -174,7 +174,7 @@ def test_metrics_are_those_of_one_process(rank_pool, call, world_size, batch_siz
 def test_validation_during_a_fit_has_the_metrics_of_one_process_with_the_saved_weights(
     four_ranks, tmp_path
 ):
-    """DDP broadcasts the running statistics of BatchNorm in the first batch of a validation."""
+    """Metrics match although DDP broadcasts BatchNorm's running statistics in the first batch of a validation."""
     path = tmp_path / "fit.ckpt"
     steps = {"max_epochs": 1, "limit_train_batches": 2}
     ranks = fit(
@@ -277,7 +277,7 @@ def test_one_batch_that_a_limit_keeps_from_being_cut_stays_padded_with_a_sentenc
 
 
 class Gathers(Scored):
-    """Gathers in every step, which needs batches of one size."""
+    """Module that gathers in every step, which requires batches of equal size."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -285,7 +285,7 @@ class Gathers(Scored):
 
 
 class LogsOnStep(Scored):
-    """Averages over ranks in every step."""
+    """Module that averages over ranks in every step."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -293,7 +293,7 @@ class LogsOnStep(Scored):
 
 
 class SyncsMetric(Scored):
-    """Has a metric that reduces over ranks in every step."""
+    """Module with a metric that reduces over ranks in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ CALLS = {
 def test_a_step_that_calls_collectives_keeps_the_padding_and_a_sentence_counts_the_repeats(
     four_ranks, name, batch_size
 ):
-    """With batches of one sample, three of four ranks would otherwise have one batch less, and one would wait."""
+    """Without padding, three of four ranks would have one batch less, and the fourth rank would hang."""
     loader = partial(numbered, batch_size=batch_size)
     ranks = exact(four_ranks, train=loader, **CALLS[name])
     of_ddp = validate(four_ranks, train=loader, strategy="ddp", **CALLS[name])
@@ -343,7 +343,7 @@ def test_a_callback_that_waits_for_all_ranks_after_each_of_unequally_many_batche
 
 
 class GathersAtTheEnd(Counts):
-    """Collects what it has read, and gathers it after the last batch."""
+    """Module that collects the samples it read, and gathers them after the last batch."""
 
     def on_validation_epoch_start(self) -> None:
         self.numbers: list[Tensor] = []
@@ -356,7 +356,7 @@ class GathersAtTheEnd(Counts):
 
 
 def test_a_gather_of_unequal_shapes_is_an_error_on_every_rank(two_ranks):
-    """Torch would end the process (Gloo), or read beyond the tensor (NCCL)."""
+    """Without the check, torch would end the process (Gloo) or read beyond the tensor (NCCL)."""
     for seen in exact(two_ranks, module=GathersAtTheEnd, raises=True):
         assert seen.error.startswith(
             "ValueError: `self.all_gather` requires tensors of the same shape, but the ranks have [(51,), (50,)]."
@@ -368,7 +368,7 @@ def collectives(*args: Any) -> int:
 
 
 def test_validation_during_a_fit_calls_collectives_in_its_first_batch_alone(two_ranks):
-    """DDP broadcasts buffers there, which does not count as a call of the user's."""
+    """DDP's broadcast of buffers in the first batch does not count as a collective of user code."""
     looks = at(on_validation_batch_start=collectives, on_validation_batch_end=collectives)
     scene = {"val": numbered, "num_sanity_val_steps": 0, "max_epochs": 1, "limit_train_batches": 1}
     for seen in fit(
@@ -391,7 +391,7 @@ def test_validation_during_a_fit_calls_collectives_in_its_first_batch_alone(two_
 
 
 class Writes(BasePredictionWriter):
-    """Writes the predictions of each rank with the numbers of their samples."""
+    """Writer of each rank's predictions with the indices of their samples."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(write_interval="epoch")
@@ -428,7 +428,7 @@ def test_predictions_are_those_of_one_process_in_order_and_once(four_ranks, tmp_
 
 
 class GathersInPrediction(Scored):
-    """Gathers in every step of prediction."""
+    """Module that gathers in every step of prediction."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.all_gather(batch[2])
@@ -466,13 +466,13 @@ def test_the_option_is_a_switch(value):
 
 
 class Moves(Scored):
-    """Moves batches itself, so that no prefetcher does."""
+    """Module that moves batches itself, so that no prefetcher moves them."""
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return [part.to(device) for part in batch]
 
 
-# The server of forks would import all that tests need, once in each rank.
+# The fork server would import everything that the tests need, once in each rank.
 FORKED = {"num_workers": 1, "multiprocessing_context": "fork"}
 OTHER_RUNS = {
     "workers": {"train": partial(numbered, **{**FORKED, "num_workers": 2})},

@@ -1,4 +1,4 @@
-"""Extensions: the page's code, the effect of an error in each hook, the order of the end, and imports."""
+"""Extensions of a fit: code of the documentation page, errors in each hook, order at the end, and imports."""
 
 import ast
 import re
@@ -51,7 +51,7 @@ def test_the_extension_of_the_page_logs_the_norm_of_an_update(two_ranks):
 
 
 class RecordsCalls(FitExtension):
-    """Extension that records the calls of its hooks, and fails in some of them."""
+    """Extension that records the calls of its hooks and fails in some of them."""
 
     def __init__(self, fit, name, calls, fails=()):
         self.name = name
@@ -106,7 +106,7 @@ class RecordsCalls(FitExtension):
 
 @dataclass
 class Fitted:
-    """Calls of the extensions a, b and c of a fit on one rank, its error, and the warnings of its end."""
+    """Record of a fit on one rank: calls of the extensions a, b and c, error, and warnings at the end."""
 
     rank: int
     calls: list[str]
@@ -232,7 +232,7 @@ def test_a_rank_that_fails_alone_ends_the_extensions_of_all(two_ranks):
 
 
 def test_errors_at_the_end_of_a_good_fit_are_raised_once_all_have_ended(two_ranks):
-    """Lightning then reports and tears down again: nothing is ended twice, and nothing collective follows."""
+    """Lightning then reports the error and tears down again, but nothing is ended twice or calls another collective."""
     fails = {"a": ("end",), "c": ("end",)}
     for fitted in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
         assert fitted.error.startswith("ValueError: c.end"), f"rank {fitted.rank}"
@@ -268,7 +268,7 @@ def order_of_the_end(options, precision):
 
 
 def test_a_fit_ends_extensions_then_the_engine_then_the_window_then_the_module(two_ranks):
-    """The nodes' engine of local steps closes before that of all ranks."""
+    """The node's engine of local steps closes before the engine of all ranks."""
     options = {"between_nodes": LocalSteps(every=2), "ranks_per_node": 1}
     order = ["end", "engine of 1", "engine of 2", "window", "put back", "put back", "DDP"]
     assert two_ranks.run(order_of_the_end, options, "16-true") == [order] * 2
@@ -293,7 +293,7 @@ FEATURES = ("feedback_state", "local_steps", "shard_update", "node_slices")
 
 
 def modules_after(options):
-    # tests that come after find the modules that they know
+    # Later tests must find the modules that they imported.
     with pytest.MonkeyPatch.context() as patch:
         modules = {feature: f"lightning_hybrid.strategy.{feature}" for feature in FEATURES}
         imported = [name for name in sys.modules if name.startswith(tuple(modules.values()))]

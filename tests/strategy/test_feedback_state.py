@@ -1,4 +1,4 @@
-"""`error_feedback=True` in whole fits: resumed runs, skipped steps, other layouts and other numbers of nodes."""
+"""`error_feedback=True` in whole fits: resumed runs, skipped steps, other layouts and numbers of nodes."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.scenes import Saves, Spoiled, at, same
 
 LONG = pytest.mark.long
 
-# The leader of a node encodes everything, or each of its ranks a shard of each small chunk.
+# Either the leader of a node encodes everything, or each of its ranks encodes a shard of each small chunk.
 BY_LEADER = CommPlan(algorithm="hierarchical")
 BY_SHARDS = CommPlan(algorithm="two_level", bucket_bytes=1024, chunk_bytes=512, num_buckets=1)
 
@@ -67,7 +67,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
 
 
 def test_residuals_move_to_the_rank_that_encodes_their_block(four_ranks, tmp_path):
-    """Neither algorithm and buckets, which DDP builds differently in the first step, nor saving change a bit."""
+    """The algorithm, the buckets (which DDP rebuilds after the first step) and saving do not change a bit."""
     path = tmp_path / "epoch0.ckpt"
     scene = {"ranks_per_node": 2, "max_epochs": 3}
     by_shards = scene | {"comm": Comm(plan=BY_SHARDS)}
@@ -86,7 +86,7 @@ def of_all_nodes(trainer, module, *args):
 
 
 def test_a_skipped_step_leaves_all_residuals_unchanged(two_ranks):
-    """Although the loss scale falls."""
+    """A skipped step keeps the residuals although the loss scale falls."""
     module = partial(Spoiled, batches=(2,), lr=0.05)
     callbacks = [at(on_train_batch_end=of_all_nodes)]
     rank_0, rank_1 = fit(two_ranks, module=module, max_epochs=1, callbacks=callbacks)
@@ -99,7 +99,7 @@ def test_a_skipped_step_leaves_all_residuals_unchanged(two_ranks):
 
 
 def missing_in_the_mean(path):
-    """Return by how much the mean gradient is short so far, in float64, by name."""
+    """Return the accumulated error of the mean gradient in float64, by parameter name."""
     saved = residuals_in(path)
     return {
         name: rows.double().sum(0) / saved["world_size"]
@@ -110,7 +110,7 @@ def missing_in_the_mean(path):
 def test_residuals_keep_their_sum_on_another_number_of_nodes_and_ranks(
     two_ranks, four_ranks, tmp_path
 ):
-    """Two nodes of one rank, two of two ranks, four of one and again two of one."""
+    """The sum stays the same across two nodes of one rank, two of two ranks, four of one rank, and two of one rank."""
     first = tmp_path / "first.ckpt"
     fit(two_ranks, max_epochs=1, save_to=first)
     expected = missing_in_the_mean(first)
@@ -118,7 +118,7 @@ def test_residuals_keep_their_sum_on_another_number_of_nodes_and_ranks(
     worlds = [(four_ranks, 2), (four_ranks, 1), (two_ranks, 1)]
     for number, (ranks, ranks_per_node) in enumerate(worlds):
         path = tmp_path / f"world{number}.ckpt"
-        # no step is trained: the first epoch is over
+        # No step is trained, because the first epoch has ended.
         fit(ranks, max_epochs=1, ckpt_path=previous, save_to=path, ranks_per_node=ranks_per_node)
         for name, value in missing_in_the_mean(path).items():
             ulp = torch.finfo(torch.float32).eps * expected[name].abs()

@@ -1,4 +1,4 @@
-"""The names in the registries of all four Lightning packages, and scripts of two ranks by every launcher."""
+"""Strategy names in the registries of all four Lightning packages, and two-rank scripts under every launcher."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tests.programs import run_program
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
-# A user's script, `python train.py STRATEGY`. The seed is rank 0's and rank 1's alike.
+# A user's script, `python train.py STRATEGY`. Rank 0 and rank 1 use the same seed.
 SCRIPT = """
 import sys
 import PACKAGE as pl
@@ -86,8 +86,8 @@ def train(folder, *arguments, package="pytorch_lightning", callbacks="", is_fres
 
 
 def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path):
-    """Here our package is imported first, by the process that is forked: the names come with the import."""
-    # Callbacks that derive from `lightning`'s `Callback` alone run by their methods.
+    """The forking process imports our package first, and the import registers the strategy names."""
+    # Lightning calls the methods of callbacks that derive only from `lightning`'s `Callback`.
     ours = ("NumericsMonitor()", "ReplicaCheck(2)", "TrainingMetrics()")
     calls = [
         *(f"lightning_hybrid.callbacks.{our}" for our in ours),
@@ -126,7 +126,7 @@ def test_every_launcher_trains_the_same_model(package, launcher, tmp_path):
     assert results[0]["losses"] != results[1]["losses"], "ranks must see different data"
 
 
-# A process that has imported torch, as if it had imported none of these.
+# Makes a process that has imported torch forget all of these imports.
 FORGET = """
 import sys
 ours = ("lightning", "lightning_fabric", "lightning_hybrid", "pytorch_lightning", "recipes", "tests")

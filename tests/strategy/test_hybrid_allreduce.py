@@ -1,4 +1,4 @@
-"""`HybridAllReduceStrategy`: names, options, checkpoints, refusals, and equality with plain DDP."""
+"""`HybridAllReduceStrategy`: names, options, checkpoints, errors, and equality with plain DDP."""
 
 import inspect
 import json
@@ -26,7 +26,7 @@ HUNDRED_STEPS = {"module": partial(Toy, lr=0.05), "precision": "32-true", "max_e
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
 def test_fp32_losses_are_those_of_plain_ddp_over_100_steps(two_ranks, algorithm):
-    """Two ranks add in one order only, so even the bits agree."""
+    """Two gradients can be added in only one order, so even the bits agree with plain DDP."""
     plain = fit(two_ranks, strategy="ddp", **HUNDRED_STEPS)
     ours = fit(two_ranks, comm=Comm(algorithm=algorithm), ranks_per_node=2, **HUNDRED_STEPS)
     assert [len(seen.losses) for seen in plain] == [100, 100]
@@ -41,7 +41,7 @@ def cap_of_ddp(trainer, module):
 def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_timeline(
     two_ranks, tmp_path
 ):
-    """Stock Lightning registers communication hooks on CUDA only, without a warning."""
+    """Our strategy also registers its hook on the CPU. Stock Lightning silently registers hooks on CUDA only."""
     scene = {"comm": Comm(bucket_bytes=4096), "report": Report(trace_dir=tmp_path)}
     for rank, seen in enumerate(fit(two_ranks, callbacks=[at(on_train_start=cap_of_ddp)], **scene)):
         assert seen.looks["on_train_start"] == [4096], f"rank {rank}"
@@ -57,7 +57,7 @@ def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_time
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_resume_is_bitwise(two_ranks, tmp_path, precision, optimizer):
-    """Eight steps are four, save, load, four. Weights, optimizer state and loss scale continue exactly."""
+    """Four steps, a save, a load and four steps equal eight steps in weights, optimizer state and loss scale."""
     scene = {"module": partial(Toy, optimizer=optimizer, lr=1e-2), "precision": precision}
     path = tmp_path / "midway.ckpt"
     whole = fit(two_ranks, callbacks=[Saves(path, epoch=0)], **scene)
@@ -87,7 +87,7 @@ def test_checkpoint_is_fp32_loads_without_pickle_and_resumes_under_plain_ddp(two
 
 
 def load_other_weights(trainer, module, batch, batch_idx):
-    """Load a checkpoint in the middle, as the learning-rate finder does."""
+    """Load a checkpoint in the middle of a fit, as the learning-rate finder does."""
     if batch_idx == 2:
         trainer.strategy.load_model_state_dict({"state_dict": Toy(seed=5).state_dict()})
         trainer.optimizers[0].param_groups[0] |= {"lr": 0.0, "momentum": 0.0}
@@ -101,7 +101,7 @@ def test_weights_that_are_loaded_during_a_fit_replace_the_master_weights(two_ran
 
 
 class Positioned:
-    """Loader of this rank's batches that is no `DataLoader` and has a position to save."""
+    """Loader of this rank's batches that is not a `DataLoader` and saves its position."""
 
     position = 0
 
@@ -128,7 +128,7 @@ class AsksForSteps(Toy):
 
 
 def test_resume_in_the_middle_of_an_epoch_continues_after_the_saved_batch(two_ranks, tmp_path):
-    """Lightning drops the loader's state if a module reads `estimated_stepping_batches`. Ours keeps it."""
+    """Our strategy keeps the loader's state, which Lightning drops if a module reads `estimated_stepping_batches`."""
     scene = {"module": AsksForSteps, "train": Positioned, "precision": "16-true"}
     path = tmp_path / "step3.ckpt"
     whole = fit(two_ranks, callbacks=[Saves(path, step=3)], **scene)
@@ -293,7 +293,7 @@ LATE = {"module": HasBackbone, "callbacks": [UNFREEZES], "max_epochs": 3}
     ],
 )
 def test_a_parameter_that_would_not_be_averaged_is_refused(two_ranks, scene, words):
-    """Under DDP ranks would diverge, or wait."""
+    """Under DDP such ranks would diverge or hang."""
     for seen in fit(two_ranks, raises=True, **scene):
         for word in words:
             assert word in seen.error, f"rank {seen.rank}"
@@ -336,7 +336,7 @@ def buckets(trainer, module):
 def test_ddps_buckets_follow_the_plan_the_last_is_small_and_fp32_norms_come_after_fp16_weights(
     two_ranks, options
 ):
-    """DDP reduces buckets by number. One with the norm of every layer that came first would delay all others."""
+    """DDP reduces buckets in order, so an early bucket with the norm of every layer would delay all others."""
     plan = CommPlan(bucket_bytes=20_000, last_bucket_bytes=1000, num_buckets=16)
     scene = {
         "module": Wide,
@@ -348,7 +348,7 @@ def test_ddps_buckets_follow_the_plan_the_last_is_small_and_fp32_norms_come_afte
         (of_step,) = seen.looks["on_train_end"]
         last = max(index for index, *_ in of_step)
         assert last >= 3, f"rank {seen.rank}"
-        # the weight that is larger than a bucket is alone
+        # The weight that is larger than a bucket has its own bucket.
         assert 128 * 128 * 4 in {num_bytes for _, num_bytes, _ in of_step}, f"rank {seen.rank}"
         smallest_of_last = min(num_bytes for index, num_bytes, _ in of_step if index == last)
         assert smallest_of_last <= 1000, f"rank {seen.rank}"
@@ -368,7 +368,7 @@ class Tiny(Toy):
 
 
 def growth_over_fits(num_cycles):
-    """Fit on two nodes of one rank and one node of two, in turns: every kind of group and thread of two ranks."""
+    """Alternate fits on two nodes of one rank and on one node of two, which use every kind of group and thread."""
     options = [{"ranks_per_node": 1}, {"comm": Comm(algorithm="hierarchical"), "ranks_per_node": 2}]
 
     def one_fit():
@@ -377,7 +377,7 @@ def growth_over_fits(num_cycles):
             module=Tiny, precision="16-true", max_epochs=1, train=toy.loader(32), **options[0]
         )
         assert seen.global_step == 2
-        # after the teardown the module holds the master weights
+        # After teardown the module holds the master weights.
         assert seen.weights["net.weight"].dtype is torch.float32
 
     return growth(one_fit, num_warm_up=6, num_cycles=num_cycles)
@@ -385,7 +385,7 @@ def growth_over_fits(num_cycles):
 
 @pytest.mark.parametrize("num_cycles", [6, pytest.param(50, marks=pytest.mark.long)])
 def test_many_fits_leave_no_thread_no_group_no_file_and_no_memory_behind(two_ranks, num_cycles):
-    """Bound: 80 KiB for each cycle, over three times the growth that was measured. Memory arenas are never at rest."""
+    """Memory may grow by 80 KiB per cycle, over three times the measured growth, because arenas never settle."""
     for rank, grown in enumerate(two_ranks.run(growth_over_fits, num_cycles)):
         for name in ("threads", "groups", "files"):
             assert grown[name] <= 0, f"{name} on rank {rank}"

@@ -1,4 +1,4 @@
-"""`LightningCLI` with the strategy by name and by `class_path`. The example of `README.md` is run as it stands."""
+"""`LightningCLI` with the strategy by name and by `class_path`, including the unchanged example of `README.md`."""
 
 import re
 import sys
@@ -37,7 +37,7 @@ QUIET = (
 
 
 class ToyWithoutOptimizer(toy.Toy):
-    """Module whose optimizer the command line builds."""
+    """Module whose optimizer is built by the command line."""
 
     configure_optimizers = LightningModule.configure_optimizers
 
@@ -47,9 +47,9 @@ class ToyWithoutOptimizer(toy.Toy):
 
 @pytest.fixture(autouse=True)
 def called_from_a_program(monkeypatch):
-    # Lightning warns if it finds pytest's arguments
+    # Lightning would warn about pytest's arguments.
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    # Lightning's own code calls deprecated functions
+    # Lightning's own code calls deprecated functions.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
@@ -128,7 +128,7 @@ BETWEEN = "--trainer.strategy.init_args.between_nodes"
 def test_the_requested_class_is_built_also_from_a_saved_configuration(
     tmp_path, arguments, between_nodes
 ):
-    """With plain dataclasses the parser would silently choose the first whose fields fit."""
+    """The parser builds the requested class. With plain dataclasses it would use the first one whose fields fit."""
     cli = parsed(CLASS, *arguments)
     path = tmp_path / "saved.yaml"
     path.write_text(cli.parser.dump(cli.config, skip_none=False))

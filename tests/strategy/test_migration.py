@@ -1,4 +1,4 @@
-"""Page for users of other libraries: the code of its tables trains, and their checkpoints resume."""
+"""Documentation page for users of other libraries: code in its tables trains, and their checkpoints resume."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
 
 
 def our_cells() -> list[str]:
-    """Return the second cells of all tables: the code to write with this package."""
+    """Return the second cells of all tables, which contain the code for this package."""
     text = README.read_text().partition("## Checkpoints of other libraries")[0]
     cells = []
     for section in text.split("\n## ")[1:]:
@@ -42,7 +42,7 @@ def our_cells() -> list[str]:
 
 
 def calls_in(cell: str) -> list[str]:
-    """Return the pieces of code of a cell that are a call."""
+    """Return the code fragments of a cell that are calls."""
     calls = []
     for code in re.findall(r"`([^`]+)`", cell):
         try:
@@ -87,7 +87,7 @@ def small_imagenet(**options):
 
 
 def trained_with(code: str, folder: str):
-    """Train two steps with the object of the code, on ranks that begin with different weights.
+    """Train two steps with the object that the code creates, on ranks with different initial weights.
 
     Return the number of steps, the names of weights that did not move, the sums of all weights, and the written files.
     """
@@ -104,7 +104,7 @@ def trained_with(code: str, folder: str):
         "ImageNetDataModule": small_imagenet,
         "Trainer": dict,
     }
-    with chdir(folder):  # for the files that a cell names
+    with chdir(folder):  # the directory of files that a cell names
         match eval(code, names):
             case dict() as settings:
                 # Lightning would warn and use bf16 on a CPU.
@@ -147,7 +147,7 @@ def test_the_code_of_the_tables_trains_on_two_ranks(two_ranks, tmp_path, code):
 
 
 class Slope(pl.LightningModule):
-    """Module whose gradient is drawn from 1 to 2 on each rank: divided by 2, no number is subnormal in fp16."""
+    """Module whose gradients are drawn from 1 to 2 on each rank, so their halves are not subnormal in fp16."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ def changes(scales: list[int], is_change) -> list[int]:
 
 
 def test_the_scale_grows_a_step_earlier_than_deepspeeds_and_falls_with_it():
-    """DeepSpeed's is what `DynamicLossScaler` of 0.19.8 gave with window 4 and hysteresis 2, in units of 1024."""
+    """DeepSpeed's values are those of `DynamicLossScaler` 0.19.8 with window 4 and hysteresis 2, in units of 1024."""
     deepspeed = [64] * 4 + [128] * 3 + [64] * 5 + [128] * 4 + [256] * 7 + [512] * 2
     scale = lightning_hybrid.DynamicLossScale(init_scale=2.0**16, growth_interval=4, hysteresis=2)
     ours = []
@@ -217,7 +217,7 @@ DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "deepspeed_0_19_8"
 
 
 def held_at_start(trainer, module):
-    """Return weights and optimizer state with which training starts, as a checkpoint would have them."""
+    """Return the weights and optimizer state at the start of training in the format of a checkpoint."""
     weights = trainer.strategy.lightning_module_state_dict()
     states = trainer.optimizers[0].state_dict()["state"]
     return {name: value.clone() for name, value in weights.items()}, as_floats(states)
@@ -235,7 +235,7 @@ def as_floats(states):
 def test_a_checkpoint_of_stock_ddp_resumes_to_its_bits_and_in_half_precision_from_its_master_weights(
     two_ranks, tmp_path
 ):
-    """With `precision="16-mixed"` Lightning would use bf16 on a CPU. Its plugin, passed as such, has a loss scale."""
+    """The plugin itself is passed because `precision="16-mixed"` would become bf16, without a loss scale, on a CPU."""
     path = tmp_path / "ddp.ckpt"
     settings = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     adam = {"optimizer": "AdamW", "lr": 1e-2}
@@ -278,7 +278,8 @@ def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_
     assert not torch.equal(weight, weight.bfloat16().float()), "more digits than bf16"
     module = Toy()
     state = {f"module.{name}": value for name, value in saved.items()}
-    consume_prefix_in_state_dict_if_present(state, "module.")  # of older versions, or of a wrapper
+    # in files of older versions or of a wrapper
+    consume_prefix_in_state_dict_if_present(state, "module.")
     module.load_state_dict(state)
     converted = Toy.load_from_checkpoint(DEEPSPEED / "lightning_model.pt")
     assert converted.lr == 0.5
@@ -295,10 +296,11 @@ def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_
 
 
 def saved_by_apex_o2():
-    """Return a checkpoint as in apex's README, and the master weights, after two steps of amp's O2 on random gradients.
+    """Return a checkpoint as in apex's README, and the master weights, after two O2 steps on random gradients.
 
-    O2 casts all but BatchNorm to fp16, puts fp32 master weights into `param_groups` in place of fp16 parameters, steps
-    on them and copies them back. Its state dict hook saves fp16 tensors as fp32 ones.
+    O2 of apex's amp casts everything except BatchNorm to fp16. It replaces fp16 parameters in `param_groups` by fp32
+    master weights, steps on the master weights and copies them back. Its state dict hook saves fp16 tensors as fp32
+    tensors.
     """
     model = Toy()
     generator = torch.Generator().manual_seed(1)
@@ -360,7 +362,7 @@ def test_the_pages_code_resumes_from_the_master_weights_of_apex(one_rank, tmp_pa
 
 def test_the_step_of_a_group_of_apexs_fused_optimizers_is_loaded_and_other_groups_are_refused():
     names = {"torch": torch}
-    # the page's function alone
+    # Define only the function of the page.
     exec(ast.unparse(ast.parse(APEX).body[0]), names)
     optimizer = LAMB([nn.Parameter(torch.zeros(3))], lr=0.01)
     moments = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}

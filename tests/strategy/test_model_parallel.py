@@ -36,7 +36,7 @@ class Layerwise(toy.Toy):
     def __init__(self, optimizer, is_pair=False):
         super().__init__()
         self.optimizer_name = optimizer
-        # Biases before BatchNorm have gradients of rounding alone, which LAMB divides by their own size.
+        # Biases before BatchNorm have gradients of pure rounding error, and LAMB divides these by their size.
         if is_pair or "lamb" in optimizer:
             self.net = pair_net()
 
@@ -76,7 +76,7 @@ class Sliced(Layerwise):
 
 
 def whole(trainer, module):
-    """Return the whole parameters, and the types of the parameters that were found."""
+    """Return the whole parameters and their original types."""
     weights = {}
     kinds = set()
     for name, parameter in module.net.named_parameters():
@@ -89,7 +89,8 @@ def whole(trainer, module):
 
 
 def fit_on_rank(scene):
-    _clear_sharding_prop_cache()  # of an earlier world of the pool: see `tests.optim.makers.mesh_of`
+    # of an earlier world of the pool (see `tests.optim.makers.mesh_of`)
+    _clear_sharding_prop_cache()
     callbacks = [*scene.pop("callbacks", []), at(on_train_end=whole)]
     return fit(None, callbacks=callbacks, **scene)
 
@@ -111,9 +112,10 @@ def distance(expected, weights):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", LAYERWISE)
 def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
-    """Bit for bit: with two ranks both add two gradients. The fused sums of squares of a shard round differently.
+    """With two ranks, both strategies add two gradients and agree bit for bit, except for fused optimizers.
 
-    LAMB divides by roots of squares of gradients, so that its weights amplify that.
+    The fused sums of squares of a shard round differently. LAMB divides by roots of squared gradients, which amplifies
+    the difference in its weights.
     """
     (expected, _), _ = trained(two_ranks, partial(Layerwise, optimizer), "ddp")
     results = trained(two_ranks, partial(Sharded, optimizer), ModelParallelStrategy(2, 1))
@@ -128,7 +130,7 @@ def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
 def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
     optimizer, data_size, one_rank, two_ranks, four_ranks
 ):
-    """Sums over slices are made in another order. LAMB divides by roots of squares of small gradients."""
+    """Slices add in a different order, and LAMB amplifies this when it divides by roots of small squared gradients."""
     if data_size == 1:
         num_steps = 16
         data_parallel_ranks = one_rank
@@ -190,7 +192,7 @@ def test_a_file_of_one_strategy_resumes_under_another(
 def test_a_file_of_hybrid_allreduce_resumes_under_lightnings_own_strategy_once_its_state_has_names(
     two_ranks, tmp_path
 ):
-    """Without names the state of one parameter would go to another."""
+    """Without parameter names, the state of one parameter would be assigned to another."""
     path = tmp_path / "midway.ckpt"
     expected = saved(two_ranks, "hybrid", "lars", path)
     module = Layerwise("lars")
@@ -203,7 +205,7 @@ def test_a_file_of_hybrid_allreduce_resumes_under_lightnings_own_strategy_once_i
 
 
 class InHalf(Layerwise):
-    """Module that its precision shards. In the steps `overflows` one rank alone sees an overflow."""
+    """Module that its precision plugin shards. In the steps `overflows`, only one rank sees an overflow."""
 
     def __init__(self, optimizer, overflows=()):
         super().__init__(optimizer, is_pair=True)
@@ -230,7 +232,7 @@ class ShardedByStrategy(InHalf):
 
 def scale_and_skipped_steps(trainer, module, *args):
     plugin = trainer.precision_plugin
-    scale = getattr(plugin, "loss_scale", None)  # none in fp32
+    scale = getattr(plugin, "loss_scale", None)  # there is none in fp32
     return scale and scale.value, getattr(plugin, "num_skipped_steps", 0)
 
 
@@ -253,9 +255,9 @@ def in_half_precision(ranks, optimizer, precision, strategy, overflows=(), **sce
 def test_half_precision_on_shards_trains_as_with_master_weights_and_resumes_to_the_bit(
     optimizer, precision, two_ranks, tmp_path
 ):
-    """An overflow on one rank makes all skip. Sums are in another dtype, fp32: within two roundings of a weight.
+    """All ranks skip a step if one rank overflows. Weights agree within two roundings, as reductions are in fp32.
 
-    A bias whose gradients cancel moves by more in bf16: then no further from fp32 than `hybrid_allreduce` is.
+    In bf16, a bias whose gradients cancel moves by more. It must not be further from fp32 than `hybrid_allreduce` is.
     """
     path = tmp_path / "midway.ckpt"
     if precision == "16-true":
@@ -299,7 +301,10 @@ def test_half_precision_on_shards_trains_as_with_master_weights_and_resumes_to_t
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", ["lars", "lars fused", "lamb", "adamw"])
 def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
-    """On a CPU, where host and device are one. Placement: `tests/recipes/training/test_fully_sharded.py`."""
+    """Offloading does not change bits on a CPU, where host and device are the same.
+
+    `tests/recipes/training/test_fully_sharded.py` checks the placement.
+    """
     path = tmp_path / "midway.ckpt"
 
     def fit_sharded(offload, callbacks=(), **scene):
@@ -363,7 +368,7 @@ def fit_with_looks(scene):
 
 
 def mean_gradient_on_shards():
-    """Return dtype and values of the mean of gradients 1 and 2**-11 of two ranks, whose sum is 1 in fp16."""
+    """Return dtype and values of the mean of two ranks' gradients, 1 and 2**-11, whose fp16 sum would be 1."""
     _clear_sharding_prop_cache()
     net = nn.Sequential(nn.Linear(1, 2, bias=False))
     plugin = ShardedHalfPrecision("16-true")
@@ -400,7 +405,7 @@ class Unsharded(Layerwise):
 
 
 def test_fp32_shards_resume_from_the_master_weights_of_half_precision(two_ranks, tmp_path):
-    """The file has fp32 master weights, and the resumed fit is in fp32."""
+    """An fp32 fit resumes from a file with fp32 master weights."""
     path = tmp_path / "midway.ckpt"
     saved(two_ranks, "hybrid", "lars", path, precision="16-true")
     on_shards = resume(two_ranks, "recipe", "lars", path)

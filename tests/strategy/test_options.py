@@ -1,4 +1,4 @@
-"""Options as values: what each accepts."""
+"""Options as values, and the values that each option accepts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Description of a cluster in place of a plan: the strategy chooses the plan on it."""
+"""Description of a cluster in place of a plan. The strategy chooses a plan for it."""
 
 import pytest
 
@@ -16,7 +16,7 @@ GLOO = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_sh
 
 
 def cluster(ranks_per_node):
-    """Return a cluster whose nodes are slow inside, so that no plan would send through every node."""
+    """Return a cluster whose links within nodes are slow, so that no plan would use every node's links."""
     near = Link(latency_s=2e-2, bytes_per_s=5e8)
     far = Link(latency_s=1e-6, bytes_per_s=1e10)
     return Cluster(
@@ -37,7 +37,7 @@ SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_star
     ("options", "expected", "is_flat"),
     [
         ({"comm": Comm(plan=cluster(2))}, {"itemsize": 2}, True),
-        # Without the codec's needs it would be flat, which rounds the gradient of each rank.
+        # Without the codec the plan would be flat, which rounds the gradient of each rank.
         (
             {"comm": Comm(plan=cluster(2)), "between_nodes": Mean(dtype="int8")},
             {"itemsize": 2, "wire": NodeWire(name="int8", itemsize=2)},
@@ -49,7 +49,7 @@ SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_star
 def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(
     four_ranks, options, expected, is_flat
 ):
-    """The description has 8 nodes and the job 2. With a codec the plan is one that a codec can use."""
+    """The plan is chosen for the 2 nodes of the job, not for the description's 8, and must support the codec."""
     chosen = plan_search.choose_plan(NUMELS[::-1], cluster(2).of(2), on_cuda=False, **expected)
     for seen in fit(four_ranks, ranks_per_node=2, **options, **SCENE):
         ((plan, description),) = seen.looks["on_train_start"]

@@ -1,4 +1,4 @@
-"""Mistakes of newcomers: each error names the value, the rule and the cure, before any work starts."""
+"""Mistakes of newcomers: each error names the value, the rule and the remedy before any work starts."""
 
 import re
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from tests import toy
 
 
 class LaunchedByOthers(LightningEnvironment):
-    """Environment in which the other rank is started by somebody else, so that this process starts none."""
+    """Environment in which something else starts the other rank, so that this process starts none."""
 
     creates_processes_externally = True
 
 
 class Work(Callback):
-    """Callback that fails if the fit begins to work."""
+    """Callback that fails as soon as the fit starts to work."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         raise AssertionError("work has started")
 
 
 def train(**settings: Any) -> None:
-    """Fit on this process, up to the first work."""
+    """Start a fit in this process."""
     settings = {"strategy": HybridAllReduceStrategy(), "callbacks": [Work()], **settings}
     checkpoint = settings.pop("ckpt_path", None)
     trainer = pl.Trainer(
@@ -159,7 +159,7 @@ def test_no_warning_without_a_loss_scale(recwarn):
     assert not [warning for warning in recwarn if "loss_scale" in str(warning.message)]
 
 
-# ---- checkpoints that are not there --------------------------------------------------------------
+# ---- missing checkpoints -------------------------------------------------------------------------
 
 
 def test_a_missing_checkpoint_is_answered_with_those_of_its_folder(tmp_path):
@@ -187,7 +187,7 @@ def test_a_missing_checkpoint_without_others_is_said_to_be_so(tmp_path, name):
 
 
 def test_a_file_that_is_no_checkpoint_is_not_advised_to_be_run(tmp_path):
-    """torch's own error proposes weights_only=False, which would not help."""
+    """Torch's own error would suggest weights_only=False, which does not help here."""
     path = tmp_path / "notes.ckpt"
     path.write_text("import this\n")
     with pytest.raises(DamagedCheckpointError) as caught:

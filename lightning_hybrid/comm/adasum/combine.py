@@ -212,11 +212,12 @@ def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor
     b = b.double()
     # With `unsafe=True` the host does not read the lengths back to check their sum.
     sums = []
+    # One product at a time, because each takes as much memory as the bucket.
     for x, y in (
         (a, a),
         (b, b),
         (a, b),
-    ):  # One product at a time, because each takes as much memory as the bucket.
+    ):
         sums.append(torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True))
     return torch.stack(sums, -1)
 

@@ -47,17 +47,15 @@ class ViewChange:
         self.run = ""  # empty while this host waits in the lobby of another host
         self.number = -1  # number of the latest view known to be installed on any host
         self.hosts: list[str] = []  # hosts of that view
-        self.attempts: dict[
-            tuple[int, str], list[str]
-        ] = {}  # hosts of later proposals that may be installed, by number and proposer
+        # Hosts of later proposals that may be installed, by number and proposer.
+        self.attempts: dict[tuple[int, str], list[str]] = {}
         self.top = -1  # greatest number that this host has heard of
         self.lost: dict[str, str] = {}  # kind of loss, by host
         self.out: list[tuple[Any, ...]] = []
         # Greatest number proposed or accepted here; equal or lower numbers are refused.
         self.promised = -1
-        self.lobby: dict[
-            str, list[int]
-        ] = {}  # completed steps of the ranks of each host that waits for a view
+        # Completed steps of the ranks of each host that waits for a view.
+        self.lobby: dict[str, list[int]] = {}
         self.left_out: list[str] = []  # hosts excluded by this host; they can return with a new key
         self.is_over = self.has_had_view = False
         self.has_ended = True  # whether the current view has ended, or there is none
@@ -210,9 +208,8 @@ class ViewChange:
     def _merge(self, message: Message) -> None:
         self._learn(message["number"], message["hosts"])
         for number, proposer, hosts in message["attempts"]:
-            if (
-                number > self.number and proposer != self.me
-            ):  # proposals of this host are not valid until it has installed them
+            # Proposals of this host are not valid until it has installed them.
+            if number > self.number and proposer != self.me:
                 self.attempts[number, proposer] = hosts
                 self.top = max(self.top, number)
         for host, how in message["lost"].items():

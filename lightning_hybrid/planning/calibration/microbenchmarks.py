@@ -269,9 +269,8 @@ class _Table:
                 if self.elapsed_s + 2 * last_s > self.asked.limit_s:
                     continue
                 self.times_s.setdefault(case, []).append(self._sample(case, calls[case]))
-        enough = {
-            case: times_s for case, times_s in self.times_s.items() if len(times_s) >= 3
-        }  # for an interval
+        # For an interval.
+        enough = {case: times_s for case, times_s in self.times_s.items() if len(times_s) >= 3}
         return Measurements(times_s=enough, took_s=self.elapsed_s)
 
     def _warm_up(self) -> dict[Microbenchmark, int]:
@@ -356,9 +355,8 @@ class _Table:
 
     def _values(self, case: Microbenchmark, dtype: str) -> Tensor:
         kind: torch.dtype = getattr(torch, dtype)
-        return torch.zeros(
-            max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device
-        )  # never overflows
+        # Never overflows.
+        return torch.zeros(max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device)
 
     def _summer(self, case: Microbenchmark) -> Callable[[], object]:
         flat = self._values(case, self.asked.dtype)

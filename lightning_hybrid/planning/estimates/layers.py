@@ -68,9 +68,8 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     layers: dict[str, Layer] = {}
     counter = LiveBytes()
     before: dict[str, int] = {}
-    owners: dict[
-        int, str
-    ] = {}  # A shared parameter belongs to the first layer, whose backward completes its gradient.
+    # A shared parameter belongs to the first layer, whose backward completes its gradient.
+    owners: dict[int, str] = {}
 
     def begin(name: str) -> None:
         before[name] = counter.flops

@@ -197,9 +197,8 @@ def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[Sta
     """
     step_s = 0.0
     for of_rank in tasks:
-        begins = {
-            task.stage: task.begin_s for task in of_rank if not task.is_forward
-        }  # the last backward task of each stage
+        # The last backward task of each stage.
+        begins = {task.stage: task.begin_s for task in of_rank if not task.is_forward}
         done_s = max(task.end_s for task in of_rank)
         travelled_s = 0.0
         for stage, begin_s in sorted(begins.items(), key=lambda item: item[1]):

@@ -40,10 +40,11 @@ PAYLOAD_SHARE = 0.94
 # (github.com/argonne-lcf/alcf-nccl-tests).
 TCP_BYTES_PER_S = 3.25e9
 TCP_HOP_S = 20 * US
+# Fewer channels than that are doubled if their cards are fast.
 MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = (
     16,
     45e9,
-)  # fewer channels than that are doubled if their cards are fast
+)
 
 
 @dataclass(frozen=True, kw_only=True)

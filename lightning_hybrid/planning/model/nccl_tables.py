@@ -35,10 +35,11 @@ HOP_S = {
 }
 NVLS_HOP_S = 25 * US
 NVLS_TREE_HOP_S = 20.9 * US
+# Of the latency of Simple rings between nodes, beyond the smallest sizes.
 PLATEAU, PLATEAU_BEFORE_AMPERE = (
     1.4,
     1.9,
-)  # of the latency of Simple rings between nodes, beyond the smallest sizes
+)
 PLATEAU_BYTES_PER_RANK = 64
 
 # Latency of a hop over EFA in place of LL's 5 us over InfiniBand, by generation: p3dn, p4d, p5, p6.

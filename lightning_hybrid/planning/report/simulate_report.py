@@ -297,9 +297,8 @@ class SimulationReport:
         """Return the full report in Markdown, with results, buckets, scaling curve and plans."""
         scenario = self.scenario
         numbers = self.numbers()
-        if (
-            numbers["step_s_quantile_0.5"] == numbers["step_s_quantile_0.99"]
-        ):  # because all quantiles are equal without jitter
+        # Because all quantiles are equal without jitter.
+        if numbers["step_s_quantile_0.5"] == numbers["step_s_quantile_0.99"]:
             numbers = {name: value for name, value in numbers.items() if "quantile" not in name}
         notes = {
             "run_hours": f"run_hours, {self.planned.epochs:g} epochs",

@@ -118,9 +118,8 @@ class DecodedImages(RowSource):
     def _count(self, index: int, error: Exception) -> None:
         name = self.source.name(index)
         # setdefault is atomic under the GIL, so exactly one of several threads counts the image.
-        if (
-            self.corrupt.setdefault(index, name) is not name
-        ):  # another thread has already counted it
+        # Another thread has already counted it.
+        if self.corrupt.setdefault(index, name) is not name:
             return
         num_corrupt = len(self.corrupt)
         if num_corrupt > self.max_corrupt_images:

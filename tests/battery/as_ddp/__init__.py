@@ -1,1 +1,1 @@
-"""Every public behaviour of Lightning's trainer, held against `ddp`: what differs is in the strategy's README."""
+"""Public behaviour of Lightning's trainer compared with `ddp`. The strategy's README lists all differences."""

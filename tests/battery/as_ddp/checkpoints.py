@@ -1,4 +1,4 @@
-"""Checkpoint files: which are there after a fit, what is in them, and what loading gives."""
+"""Checkpoint files: which files exist after a fit, their content, and the result of loading them."""
 
 import dataclasses
 import functools
@@ -82,7 +82,7 @@ def kinds_of(value: Any) -> Any:
 
 @behaviour
 def found_by_name(run: Run) -> Any:
-    """Use `ckpt_path` of "best", "last" and a path, in each method that takes one."""
+    """Use `ckpt_path` with "best", "last" and a path, in each method that accepts it."""
     options = {"monitor": "score", "save_last": True}
     trainer, module, saves = fit_with_files(run, loader(), loader(), **options)
     seen: list[Any] = []
@@ -142,7 +142,7 @@ class Stateful(Plain):
 
 
 def keys_of(checkpoint: dict[str, Any]) -> list[str]:
-    """Return the keys of a checkpoint, except for the one more that the page names at random numbers."""
+    """Return the keys of a checkpoint, without the additional one that the page lists for random numbers."""
     return [key for key in checkpoint if key != "exact_resume"]
 
 

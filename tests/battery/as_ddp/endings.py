@@ -1,4 +1,4 @@
-"""Ends of fits, their traces in process and module, and user code that mocks something meanwhile."""
+"""Ends of fits, the traces that they leave in process and module, and user code that mocks something meanwhile."""
 
 import copy
 import functools

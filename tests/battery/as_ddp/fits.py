@@ -1,4 +1,4 @@
-"""A fit with each of the trainer's settings: order of all hooks, state of the trainer, files, weights."""
+"""Fit with each of the trainer's settings: order of all hooks, state of the trainer, files, weights."""
 
 import functools
 import inspect
@@ -67,7 +67,7 @@ class NotingData(_Loaders, pl.LightningDataModule):
 
 
 def noting(whose: str, name: str, hook: Any) -> Any:
-    """`hook`, which notes that it is called, with arguments of which types."""
+    """Wrap `hook` so that it records each call, with the types of its arguments."""
 
     @functools.wraps(hook)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Methods of the strategy, as module, callbacks and user code call them within a fit."""
+"""Methods of the strategy, called by module, callbacks and user code within a fit."""
 
 import functools
 from datetime import timedelta
@@ -16,7 +16,10 @@ from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
 def within_a_fit(look: Any) -> Any:
-    """Call `look(trainer, module)` after the second batch, in validation, and on one rank after the fit."""
+    """Return a behaviour that calls `look(trainer, module)` after the second batch and in validation.
+
+    In a run with a single rank, it also calls `look` after the fit.
+    """
 
     def seen_by(run: Run) -> Any:
         seen: list[Any] = []
@@ -103,7 +106,7 @@ def refused_arguments(run: Run) -> Any:
 
 @behaviour
 def defaults_spelt_out(run: Run) -> Any:
-    """The same with the values that they have by default, as in configuration files."""
+    """Pass the default values explicitly, as configuration files do."""
     return _refused(run, dict.fromkeys(HOOKS))
 
 

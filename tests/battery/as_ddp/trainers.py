@@ -1,4 +1,4 @@
-"""Methods and attributes of the trainer, and what it does with errors, interruptions and tuners."""
+"""Methods and attributes of the trainer, and its handling of errors, interruptions and tuners."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ def property_of(owner: Any, name: str) -> Any:
         value = getattr(owner, name)
     except Exception as error:
         return f"raises {type(error).__name__}"
-    if name.endswith(("dataloader", "dataloaders")):  # its class: `class_of_a_loader`
+    if name.endswith(("dataloader", "dataloaders")):  # `class_of_a_loader` checks its class
         return tree_map(loader_in_short, value)
     return value
 
@@ -111,7 +111,8 @@ def messages_of_a_fit(run: Run) -> Any:
     class Keeps(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = record.getMessage()
-            if "litlogger" not in text and "litmodels" not in text:  # one of two tips, by chance
+            # one of two tips, chosen at random
+            if "litlogger" not in text and "litmodels" not in text:
                 lines.append((record.levelname, text))
 
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
@@ -131,7 +132,7 @@ def messages_of_a_fit(run: Run) -> Any:
 
 @behaviour
 def floating_dtypes_seen(run: Run) -> Any:
-    """By width, in every precision: of batches, activations, losses, gradients, files, predictions and the module."""
+    """Compare the floating dtypes of batches, activations, losses, gradients, files, predictions and the module."""
     seen: dict[str, Any] = {}
 
     def note(name: str, *tensors: Any) -> None:

@@ -1,1 +1,1 @@
-"""A battery of ordinary use: what trains under Lightning's `ddp` trains the same under `hybrid_allreduce`."""
+"""Battery of ordinary user code: what trains under `ddp` trains the same under `hybrid_allreduce`."""

@@ -1,4 +1,4 @@
-"""Callbacks that copy, save, average, prune, freeze and cut, and what is asked of the model outside of a step."""
+"""Callbacks that copy, save, average, prune, freeze and slice, and uses of the model outside of a step."""
 
 import copy
 import io
@@ -70,14 +70,14 @@ def freeze_late(trainer, module):
 
 
 def look_after_backward(trainer, module):
-    """Look at gradients, except where they are scaled, as under mixed precision."""
+    """Read gradients, except under mixed precision, where they are scaled."""
     module.facts["there"] = all(
         p.grad is not None and p.grad.shape == p.shape for p in module.parameters()
     )
 
 
 def write_as_vector(trainer, module):
-    """All weights as one vector, changed and written back (SWAG, evolution): each becomes a view of it."""
+    """Change all weights as one vector and write it back (SWAG, evolution). Each weight becomes a view of it."""
     vector = nn.utils.parameters_to_vector(module.parameters())
     nn.utils.vector_to_parameters(vector * 0.9, module.parameters())
 
@@ -90,9 +90,9 @@ def pruning(self):
 
 
 ROWS = {
-    # what is read back from a file in a callback, a part in the module's own hook, a copy after each step
+    # Weights that are read back from a file in a callback, a part in the module's own hook, a copy after each step.
     "SavesStateDict": called(_Saves, on_train_epoch_end=through_a_file),
-    # `copy.deepcopy` in a callback, and a call of the copy: best weights, a model to serve, a momentum model
+    # `copy.deepcopy` in a callback, and a call of the copy: best weights, a model to serve, a momentum model.
     "CopiesModule": called(_Saves, on_train_epoch_end=copy_module),
     "LoadsInFit": called(
         on_fit_start=keep_first, on_train_epoch_end=reset_once, attributes={"falls_to": 0.8}
@@ -105,7 +105,8 @@ ROWS = {
         epochs=4,
     ),
     "Averages": shipped(callbacks.WeightAveraging),
-    # The weights go back to their first values after each pruning. On a CPU in fp32 they do so once: from then on
+    # The weights return to their initial values after each pruning. On a CPU in fp32 they do so only once: from then
+    # on, Lightning's copy of the initial values is the memory of the weights themselves.
     "PrunesLottery": row(configure_callbacks=pruning, epochs=4, falls_to=0.8),
     "FreezesLater": called(on_train_epoch_start=freeze_late, attributes={"find_unused": True}),
     "AccumulationChanges": shipped(
@@ -117,7 +118,7 @@ ROWS = {
 
 
 class Freezes(Row):
-    """A backbone that is unfrozen later: on one rank only, as Lightning's `ddp` averages nothing of it."""
+    """Module with a backbone that is unfrozen later. It runs on one rank, as `ddp` would not average its gradients."""
 
     worlds = (1,)
     epochs = 4

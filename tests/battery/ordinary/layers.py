@@ -1,4 +1,4 @@
-"""Torch's own layers, and what torch does to layers: parametrizations, pruning, checkpointing."""
+"""Torch's layers, and torch functions that change layers: parametrizations, pruning, checkpointing."""
 
 import torch
 from torch import nn
@@ -69,16 +69,31 @@ def sequence(*layers):
     return {"net": lambda: nn.Sequential(*(layer() for layer in layers))}
 
 
+# Fmt: skip.
 CONVOLUTIONS = sequence(
-    lambda: nn.Unflatten(1, (1, NUM_FEATURES)), lambda: nn.Conv1d(1, 8, 3, padding=1), lambda: nn.BatchNorm1d(8),
-    nn.PReLU, lambda: nn.Conv1d(8, 8, 3), lambda: nn.GroupNorm(2, 8), nn.GELU, lambda: nn.ConvTranspose1d(8, 4, 3),
-    lambda: nn.InstanceNorm1d(4, affine=True), lambda: nn.Dropout(0.1), lambda: nn.AdaptiveAvgPool1d(4), nn.Flatten,
+    lambda: nn.Unflatten(1, (1, NUM_FEATURES)),
+    lambda: nn.Conv1d(1, 8, 3, padding=1),
+    lambda: nn.BatchNorm1d(8),
+    nn.PReLU,
+    lambda: nn.Conv1d(8, 8, 3),
+    lambda: nn.GroupNorm(2, 8),
+    nn.GELU,
+    lambda: nn.ConvTranspose1d(8, 4, 3),
+    lambda: nn.InstanceNorm1d(4, affine=True),
+    lambda: nn.Dropout(0.1),
+    lambda: nn.AdaptiveAvgPool1d(4),
+    nn.Flatten,
     head(16),
-)  # fmt: skip
+)
+# Fmt: skip.
 NORMS = sequence(
-    lambda: nn.BatchNorm1d(NUM_FEATURES), lambda: nn.Linear(NUM_FEATURES, 16), lambda: nn.LayerNorm(16),
-    lambda: nn.RMSNorm(16), nn.SiLU, head(16),
-)  # fmt: skip
+    lambda: nn.BatchNorm1d(NUM_FEATURES),
+    lambda: nn.Linear(NUM_FEATURES, 16),
+    lambda: nn.LayerNorm(16),
+    lambda: nn.RMSNorm(16),
+    nn.SiLU,
+    head(16),
+)
 EMBED = {"embed": lambda: nn.Linear(4, 8)}
 ROWS = {
     "Lstm": recurrent(nn.LSTM),

@@ -1,4 +1,4 @@
-"""Loaders: what hands out batches, and of what kind they are."""
+"""Loaders of different kinds, and the kinds of batches that they return."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from tests.battery.case import Row, row, samples
 
 
 def mine(tensor):
-    """Return this rank's part, as Lightning does for a dataset with a length and a sampler."""
+    """Return this rank's share, as Lightning computes it for a dataset with a length and a sampler."""
     return tensor[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -97,10 +97,10 @@ ROWS = {
     "Refilled": fed(_Refills),
     "RefilledAccumulated": fed(_Refills, settings={"accumulate_grad_batches": 2}),
     "Iterable": of_samples(_Stream),
-    "Limited": row(  # another loader is asked for in every epoch, and left after three batches
+    "Limited": row(  # requests another loader in every epoch, and leaves it after three batches
         settings={"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 3}, epochs=4
     ),
-    "Combined": fed(  # two loaders of different lengths side by side
+    "Combined": fed(  # two loaders of different lengths
         lambda: CombinedLoader(
             {"a": toy.loader(64), "b": toy.loader(32, batch_size=4)}, "max_size_cycle"
         ),
@@ -108,7 +108,7 @@ ROWS = {
     ),
     "DictBatches": fed(lambda: DataLoader(_Dicts(), batch_size=8), loss=loss_of_dicts),
     "OwnBatches": collated(Batch, loss=loss_of_fields),
-    # "fork": in a process of the pool it would be "spawn", and import torch again
+    # "fork", because in a process of the pool the default is "spawn", which would import torch again.
     "OneWorker": of_samples(num_workers=1, persistent_workers=True, multiprocessing_context="fork"),
     "Shuffled": of_samples(shuffle=True, drop_last=True),
     "LastBatchIsSmall": of_samples(lambda: toy.Blobs(60)),
@@ -116,7 +116,7 @@ ROWS = {
 
 
 class MovedByHand(Row):
-    """The user's own `transfer_batch_to_device`, and what Lightning offers before and after it."""
+    """Module with its own `transfer_batch_to_device`, and the hooks before and after it."""
 
     def transfer_batch_to_device(self, batch, device, dataloader_idx):
         self.facts["dtype"] = batch[0].dtype

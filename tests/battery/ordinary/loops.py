@@ -1,4 +1,4 @@
-"""Loops: automatic ones with what Lightning adds to them, and ones by hand."""
+"""Training loops: automatic ones with Lightning's options, and manual ones."""
 
 from contextlib import nullcontext
 
@@ -12,7 +12,7 @@ from tests.toy import NUM_FEATURES
 CLIPS = {"gradient_clip_val": 0.1}
 ROWS = {
     "Accumulates": row(settings={"accumulate_grad_batches": 2}),
-    # less in an epoch's last step
+    # The last step of an epoch has fewer batches.
     "AccumulatesUnevenly": row(settings={"accumulate_grad_batches": 3}, epochs=5),
     "ClipsNorm": row(settings=CLIPS, lr=0.3),
     "ClipsValue": row(
@@ -34,7 +34,7 @@ def total_norm(self):
 
 
 class TensorHooks(Row):
-    """`register_hook` on a weight: what autograd hands over is scaled, as under mixed precision. Half of it is."""
+    """Module with a tensor hook that halves the gradient of a weight, which is scaled as under mixed precision."""
 
     def build(self):
         super().build()
@@ -51,9 +51,9 @@ class GradientPenalty(Row):
 
 
 class _InTurns(Manual):
-    """A step after every `every` backwards. What a row does to gradients comes before it."""
+    """Manual loop with a step after every `every` backward passes. Rows change gradients before the step."""
 
-    # the last: ranks average in the last backward of a step only
+    # With `waits`, ranks average only in the last backward pass of a step.
     every = 1
     uses_wrapper = True
     waits = False
@@ -121,20 +121,22 @@ ROWS |= {
     "ByHandChangesGradients": clips(_InTurns.normalise),
     "ByHandAccumulates": in_turns(every=2),
     "ByHandAccumulatesAndClips": in_turns(_InTurns.clip_by_lightning, **TWICE),
-    # after each backward
+    # Reads gradients after each backward pass.
     "ByHandLooksAndAccumulates": in_turns(every=2, after_each_backward=_InTurns.look),
     "ByHandNoSync": in_turns(every=2, waits=True),
     "ByHandNoSyncAndClips": in_turns(_InTurns.clip_by_torch, waits=True, **TWICE),
-    "ByHandRaw": in_turns(uses_wrapper=False),  # torch's own optimizer, not Lightning's wrapper
+    "ByHandRaw": in_turns(uses_wrapper=False),  # torch's optimizer without Lightning's wrapper
 }
 
 
 class GanToggles(Manual):
-    """A generator that is to match the mean of the data. What is noted is how far it is from it."""
+    """Generator that learns to match the mean of the data. The distance from the mean is recorded."""
 
     epochs = 6
     find_unused = True
-    roundings = 24  # Adam divides by gradients that two players make small; the distance is a difference of means
+    roundings = (
+        24  # Adam divides by small gradients of two players; the distance is a difference of means
+    )
     parts = {
         "generator": lambda: nn.Linear(4, NUM_FEATURES),
         "critic": lambda: nn.Sequential(

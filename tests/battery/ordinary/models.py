@@ -1,4 +1,4 @@
-"""Models that people write by hand: their own parameters meet tensors of any dtype."""
+"""Models that users write by hand, in which their own parameters are combined with tensors of any dtype."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ Value = nn.Parameter
 
 
 def tokens_of(x):
-    """Turn `"batch 12"` numbers into as many tokens of 8."""
+    """Turn `"batch 12"` numbers into as many of 8 tokens."""
     return (x * 2).round().long().clamp(-4, 3) + 4
 
 
@@ -36,7 +36,7 @@ def filtered(self, x, gain):
 
 
 def glow(self, batch):
-    """An invertible linear flow: `slogdet` knows no half precision, with no autocast."""
+    """Return the loss of an invertible linear flow. `slogdet` has no half-precision kernel and no autocast rule."""
     z = batch[0] @ self.weight + self.shift
     return z.float().square().sum(-1).mean() / 2 - torch.linalg.slogdet(self.weight)[1]
 
@@ -67,7 +67,7 @@ def targets(make, loss):
 
 
 def large(sums):
-    return 1e5 * sums + 2e5  # beyond 65,504, the largest of fp16
+    return 1e5 * sums + 2e5  # beyond 65,504, the maximum of fp16
 
 
 def vector(value, size=NUM_FEATURES):
@@ -83,13 +83,14 @@ ROWS = {
     "Positional": row(
         adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x + self.position)
     ),
-    "FunctionalLayerNorm": row(  # ConvNeXt's: a module of one's own with `F.layer_norm`
+    "FunctionalLayerNorm": row(  # as in ConvNeXt: a custom module that calls `F.layer_norm`
         adds=GAIN_AND_SHIFT,
         forward=lambda self, x: self.net[2](
             F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift))
         ),
     ),
-    "FourierFilter": row(  # a learned filter on the spectrum, real and imaginary part in a last dimension (GFNet)
+    # learned filter on the spectrum, with real and imaginary parts in the last dimension (GFNet)
+    "FourierFilter": row(
         adds=values(filter=lambda: torch.stack([torch.ones(7), torch.zeros(7)], dim=-1)),
         forward=lambda self, x: filtered(self, x, torch.view_as_complex(self.filter)),
     ),
@@ -137,7 +138,7 @@ class MaskBuffer(Row):
 
 
 class AutocastDisabled(Row):
-    """A region that must be exact: `.float()` on all that goes in."""
+    """Module with a region that must be exact and calls `.float()` on all of its inputs."""
 
     adds = values(weight=lambda: torch.randn(NUM_CLASSES, NUM_CLASSES) * 0.5)
 
@@ -148,7 +149,7 @@ class AutocastDisabled(Row):
 
 
 class InPlaceSums(Row):
-    """Module that sums in place into an fp32 tensor of the user."""
+    """Module that adds in place to an fp32 tensor of the user."""
 
     parts = {
         "layers": lambda: nn.ModuleList(nn.Linear(NUM_FEATURES, NUM_CLASSES) for _ in range(3))
@@ -162,7 +163,7 @@ class InPlaceSums(Row):
 
 
 class ParameterArithmetic(Row):
-    """A layer whose weight is made of parameters: a low-rank product beside a mask and a scale."""
+    """Layer whose weight is computed from parameters: a low-rank product with a mask and a scale."""
 
     adds = values(
         a=lambda: torch.randn(16, 2) * 0.1,
@@ -177,7 +178,7 @@ class ParameterArithmetic(Row):
 
 
 class OwnFunction(Row):
-    """An autograd function of one's own that computes, and gives gradients, in fp32."""
+    """Module with an autograd function that computes, and returns gradients, in fp32."""
 
     class _Product(torch.autograd.Function):
         @staticmethod
@@ -218,7 +219,7 @@ class FollowsWeights(Row):
 
 
 class Contrast(Row):
-    """SimCLR: embeddings of all ranks are gathered, with gradients."""
+    """SimCLR, which gathers the embeddings of all ranks with gradients."""
 
     epochs = 6
     worlds = (2,)

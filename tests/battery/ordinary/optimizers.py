@@ -1,4 +1,4 @@
-"""Optimizers: torch's, ours, and those that users write. A row of the first table is a line."""
+"""Optimizers of torch, of this package and of users. Each row of the first table is one line."""
 
 from collections import defaultdict
 
@@ -12,9 +12,10 @@ from tests.toy import NUM_CLASSES
 
 
 class Lookahead(optim.Optimizer):
-    """k steps forward, one back (Zhang et al. 2019): holds another optimizer, and slow weights made in the constructor.
+    """Lookahead optimizer: k steps forward, one back (Zhang et al. 2019).
 
-    The slow weights are clones of the parameters: half ones, were the parameters half by then.
+    It wraps another optimizer. Its constructor clones the parameters as slow weights, which would be half-precision if
+    the parameters were half-precision by then.
     """
 
     def __init__(self, base, k=2, alpha=0.5):
@@ -43,7 +44,7 @@ class Lookahead(optim.Optimizer):
 
 
 class ByParameter(optim.Optimizer):
-    """Calls `closure` as torch's own do, and moves one parameter after the other."""
+    """Optimizer that calls `closure` as torch's optimizers do, and updates one parameter after the other."""
 
     def __init__(self, params, lr, **defaults):
         super().__init__(params, {"lr": lr, **defaults})
@@ -69,7 +70,7 @@ class Lion(ByParameter):
 
 
 class DataSgd(ByParameter):
-    """Written long ago: everything through `.data`."""
+    """Optimizer in an old style, which does everything through `.data`."""
 
     def move(self, p, state, group):
         buffer = state.setdefault("buffer", torch.zeros_like(p.data))
@@ -111,7 +112,7 @@ MAKE = {
     "LionByHand": lambda p: Lion(p, lr=1e-2),
     "ThroughData": lambda p: DataSgd(p, lr=0.1),
 }
-# a step goes by signs alone, which small gradients change; its size too
+# A step depends only on signs, which small gradients change, and its size depends on signs as well.
 ROUNDINGS = {
     "Rprop": 48,
     "LionByHand": 16,

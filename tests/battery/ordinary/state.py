@@ -1,4 +1,4 @@
-"""Models with state beside the optimizer: counters, averages, teachers, buffers created in the fit."""
+"""Models with state outside of the optimizer: counters, averages, teachers, buffers created during the fit."""
 
 import copy
 
@@ -16,7 +16,7 @@ def zero():
 
 
 class Counter(Row):
-    """Counts images in floating point, past what half precision can count to (256 in bf16, 2,048 in fp16)."""
+    """Module that counts images in floating point beyond the limits of half precision (256 in bf16, 2,048 in fp16)."""
 
     adds = {"count": zero, "steps": lambda: torch.tensor(2040.0)}
 
@@ -30,7 +30,7 @@ class Counter(Row):
 
 
 class AssignedBuffers(Row):
-    """Assigned, not written: `self.count = self.count + 1`. And first of all made in the fit."""
+    """Module that assigns `self.count = self.count + 1` instead of writing in place, and makes a buffer in the fit."""
 
     adds = {"count": zero}
 
@@ -54,9 +54,9 @@ def pairs_of(teacher, student):
 
 
 class _Teacher(Row):
-    """A frozen copy that follows the student slowly. The student is also trained to agree with it.
+    """Module with a frozen copy that slowly follows the student. The student is also trained to agree with it.
 
-    A shadow in float64 says how the teacher should have moved.
+    A float64 shadow records how the teacher should move.
     """
 
     momentum = 0.996
@@ -122,7 +122,7 @@ ROWS = {
     "Byol": teacher(by_new_data, different=READS_HALF),
     "Moco": teacher(lambda t, s, m: t.data.mul_(m).add_(s.data, alpha=1 - m)),
     "MeanTeacher": teacher(lambda t, s, m: t.copy_(t * m + s * (1 - m)), different=READS_HALF),
-    "TeacherByLerp": teacher(lambda t, s, m: t.lerp_(s, 1 - m), refused=HALF_SHOWS),  # timm's way
+    "TeacherByLerp": teacher(lambda t, s, m: t.lerp_(s, 1 - m), refused=HALF_SHOWS),  # as in timm
     "TeacherByForeach": row(_Teacher, follow=by_foreach),
 }
 
@@ -139,7 +139,7 @@ class AveragedInside(Row):
 
 
 class SmallWrites(Row):
-    """A weight that the user moves by hand, by less than half precision can say at a time."""
+    """Module with a weight that the user changes by less than half precision can represent at a time."""
 
     adds = values(extra=lambda: torch.ones(4))
 
@@ -154,7 +154,7 @@ class SmallWrites(Row):
 
 
 class Metrics(Row):
-    """torchmetrics as parts of the module: sums beyond what half precision can hold."""
+    """Module with torchmetrics as submodules, whose sums exceed the range of half precision."""
 
     adds = {"total": SumMetric, "mean": MeanMetric}
 

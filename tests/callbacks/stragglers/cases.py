@@ -1,10 +1,10 @@
-"""Runs with one slow rank, and healthy ones: what `StragglerMonitor` names, and after how many windows.
+"""Runs with one slow rank and healthy runs: reports of `StragglerMonitor`, and the number of windows until then.
 
     python -m tests.callbacks.stragglers.cases --ranks 2 4 --repeats 5
     python -m tests.callbacks.stragglers.cases --healthy 200 --busy 2 --ranks 2
     python -m tests.callbacks.stragglers.cases --inside 20           microseconds of its own code in each step
 
-Each rank trains a small network with sleeps in place of long computations, so that the times of a case are known on
+Each rank trains a small network, with sleeps in place of long computations, so that the times of a case are known on
 any machine. Rows are printed as JSON.
 """
 
@@ -38,7 +38,7 @@ MOST_WINDOWS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Delays:
-    """Seconds of each phase on every rank, and further seconds of one of them on one rank."""
+    """Seconds of each phase on every rank, and additional seconds of one phase on one rank."""
 
     phase: str = ""
     extra_s: float = 0.0
@@ -92,7 +92,7 @@ class SGD(torch.optim.SGD):
 
 
 class Slow(toy.Toy):
-    """The toy, with the times of a case."""
+    """Toy with the times of a case."""
 
     def __init__(self, delays: Delays) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class SlowCallback(pl.Callback):
 
 
 class SlowBlobs(toy.Blobs):
-    """Samples of which the last of a batch comes late."""
+    """Data set in which the last sample of each batch is late."""
 
     def __init__(self, delays: Delays, num_samples: int, batch_size: int) -> None:
         super().__init__(num_samples)
@@ -134,7 +134,7 @@ class SlowBlobs(toy.Blobs):
 
 
 class StopsWhenNamed(pl.Callback):
-    """Ends the fit on all ranks once rank zero has named someone."""
+    """Callback that ends the fit on all ranks once rank zero has reported a rank."""
 
     def __init__(self, monitor: StragglerMonitor) -> None:
         self.monitor = monitor
@@ -154,7 +154,7 @@ def run(
     more: Sequence[pl.Callback] = (),
     **settings: Any,
 ) -> list[tuple[int, str]]:
-    """Train, and return the messages of rank zero, with their steps."""
+    """Train, and return the messages of rank zero with their steps."""
     monitor = StragglerMonitor(every_n_steps=window)
     callbacks: list[Any] = [monitor, *more, SlowCallback(delays)]
     if is_stopped:
@@ -171,7 +171,7 @@ def run(
 
 
 def is_right(delays: Delays, messages: list[tuple[int, str]]) -> bool:
-    """Return whether the first message names the slow rank and its phase, and there is no other message."""
+    """Return whether there is a single message, which names the slow rank and its phase."""
     words = {"input": "data", "callbacks": "callbacks", "optimizer": "optimizer"}
     phase = words.get(delays.phase, delays.phase)
     return len(messages) == 1 and all(
@@ -186,7 +186,7 @@ def _spin() -> None:
 
 @contextmanager
 def busy_loops(number: int) -> Any:
-    """Processes that use a core each."""
+    """Run processes that use one core each."""
     processes = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(number)]
     for process in processes:
         process.start()
@@ -199,7 +199,7 @@ def busy_loops(number: int) -> Any:
 
 
 class Toggled(StragglerMonitor):
-    """A monitor that is off in every second block of steps, and the seconds of each block."""
+    """Monitor that is off in every second block of steps, and that records the seconds of each block."""
 
     block = 50
 
@@ -226,10 +226,10 @@ class Toggled(StragglerMonitor):
 
 
 def cost(num_pairs: int, precision: str) -> list[float]:
-    """Return the seconds of blocks of steps, with and without the monitor in turn, after one of warm-up each."""
+    """Return the seconds of blocks of steps, alternating with and without the monitor, after one warm-up block each."""
     monitor = Toggled()
     max_steps = monitor.block * 2 * (num_pairs + 1)
-    # One epoch: its end would fall into blocks of one kind.
+    # A single epoch, because the end of an epoch would only fall into blocks of one kind.
     loader = toy.loader(8 * max_steps * torch.distributed.get_world_size())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -244,14 +244,14 @@ def cost(num_pairs: int, precision: str) -> list[float]:
 
 
 class InsideTimer:
-    """Time that the code of the monitor takes, without the functions of Lightning that it calls."""
+    """Timer of the monitor's code, without the functions of Lightning that it calls."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
         self._began_s: float | None = None
 
     def inside(self, function: Any) -> Any:
-        """Return a function whose time counts."""
+        """Return the function with its time counted."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._began_s is not None:  # within another function that counts
@@ -266,7 +266,7 @@ class InsideTimer:
         return timed
 
     def hook(self, function: Any) -> Any:
-        """Return a hook around a function of Lightning, whose own time counts."""
+        """Return a hook around a function of Lightning that counts only the hook's own time."""
 
         def timed(measurement: Any, original: Any) -> Any:
             return self.inside(function)(measurement, self._outside(original))
@@ -285,7 +285,7 @@ class InsideTimer:
 
 
 class Inside(StragglerMonitor):
-    """A monitor that notes the time of its own code in each window, and the time of the window."""
+    """Monitor that records the time of its own code in each window, and the time of the window."""
 
     def __init__(self, timer: InsideTimer) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Inside(StragglerMonitor):
 
 
 def inside(num_windows: int, precision: str) -> list[tuple[float, float]]:
-    """Return the seconds in the monitor's code and the seconds of each window, after one of warm-up."""
+    """Return the seconds in the monitor's code and the seconds of each window, after a warm-up window."""
     timer = InsideTimer()
     monitor = Inside(timer)
     max_steps = monitor.every_n_steps * (num_windows + 1)

@@ -1,4 +1,4 @@
-"""Windows as ranks would measure them, made from the times of each rank's phases: a step ends when all are ready."""
+"""Synthetic windows of ranks, computed from the times of each rank's phases. A step ends when all ranks are ready."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.health.link_rates import UNKNOWN_LINK
 from lightning_hybrid.comm.stats.phases import Phase
 
-# Milliseconds of a step on a rank that is not slow.
+# Milliseconds of a step on a normal rank.
 USUAL = {
     Phase.INPUT: 2.0,
     Phase.FORWARD: 40.0,
@@ -23,8 +23,8 @@ def windows(
 ):
     """Return a window of all ranks.
 
-    `extra`: milliseconds by (rank, phase). `noise`: scale of an exponential delay of every phase, by its time. `links`:
-    `LinkRate` by rank.
+    `extra`: additional milliseconds by (rank, phase). `noise`: scale of an exponential delay of every phase, relative
+    to its time. `links`: `LinkRate` by rank.
     """
     random = np.random.default_rng(seed)
     steps = [[] for _ in range(num_ranks)]

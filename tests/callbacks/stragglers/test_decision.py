@@ -1,4 +1,4 @@
-"""From windows to names, without processes, clocks or links."""
+"""Decision which ranks and links to report, from windows alone, without processes, clocks or links."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def slow_ranks(min_share=0.1):
 
 
 def names(decision, *args, num_windows=NUM_WINDOWS, **options):
-    """Return rank and phase of each report in so many windows with other noise."""
+    """Return rank and phase of each report in the given number of windows with different noise."""
     reports = []
     for seed in range(num_windows):
         for slow_rank in decision.add(windows(*args, seed=seed, **options)):
@@ -61,12 +61,12 @@ def test_nobody_is_named_below_the_share_or_for_fewer_windows():
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_noise_on_all_ranks_names_nobody(num_ranks):
-    """Each phase takes twice its time on average, and each step some rank is the last."""
+    """With noise, each phase takes twice its time on average, and in each step some rank is the last."""
     assert names(slow_ranks(), num_ranks, noise=1.0, num_windows=200, num_steps=20) == []
 
 
 def test_a_difference_that_chance_explains_is_not_suspected():
-    """The waits of ten steps spread by more than what the rank seems to cost."""
+    """The waits of ten steps vary by more than the apparent cost of the rank."""
     certain = windows(2, {(1, Phase.FORWARD): 30.0})
     assert suspect_of(certain, 1, min_share=0.1) is not None
     uncertain = [replace(window, wait_error_s=0.020) for window in certain]
@@ -91,7 +91,7 @@ def test_another_phase_of_a_named_rank_is_reported_too():
 
 
 def test_a_rank_whose_phases_are_as_fast_as_others_is_not_blamed_for_waiting_less():
-    """Such as one behind a link that brings it the sum later: nothing that it does explains the wait."""
+    """A rank behind a slow link receives the all-reduce later, which is not caused by its own phases."""
     late = []
     for rank, window in enumerate(windows(4)):
         wait_s = 0.0 if rank == 1 else 0.060
@@ -128,7 +128,7 @@ FAST = 12.5e6
 
 
 def ring(slow_links, *, transfer=100.0, extra=None):
-    """A window of four nodes in a ring, some of whose links, by sender, have half the rate."""
+    """Return a window of four nodes in a ring, in which some links, by sender, have half the bandwidth."""
     links = {}
     for node in NODES:
         rate = FAST / 2 if node in slow_links else FAST
@@ -153,7 +153,7 @@ def judge_links(*many_windows, nodes=NODES):
     ("slow", "place"), [({1}, (1, 2)), ({0, 1}, (1, None)), ({3}, (3, 0)), (set(), None)], ids=str
 )
 def test_the_slow_link_is_named_from_the_first_windows_on(slow, place):
-    """A NIC at half its rate slows what its node sends, and what the node before it sends there."""
+    """A NIC at half its bandwidth slows both the data that its node sends and the data that it receives."""
     expected = [] if place is None else [place]
     assert judge_links(*[ring(slow)] * NUM_WINDOWS) == expected
 

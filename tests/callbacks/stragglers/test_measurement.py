@@ -1,4 +1,4 @@
-"""Phases of a step, as the strategy marks them and as a clock on a device reads them."""
+"""Phases of a step, as marked by the strategy and as read by a device clock."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from tests.stand_in.recording_cuda import CUDA, Cuda
 
 
 class Clock:
-    """Clock whose stamps become readable when a test says so."""
+    """Clock whose stamps become readable when a test allows it."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -46,7 +46,7 @@ class Clock:
 
 
 def recorded(clock, *moments):
-    """Record phases that begin at these seconds. A step ends at a moment without a phase."""
+    """Record phases that begin at these seconds. A moment without a phase ends a step."""
     phases = StepPhases(clock)
     for clock.now_s, phase in moments:
         if phase is None:
@@ -125,7 +125,7 @@ class Manual(toy.Toy):
 
 
 class CallsItself(toy.Toy):
-    """As most modules do: `self(...)` within the step is no new forward."""
+    """Module that calls `self(...)` within the step, as most modules do, which must not start a new forward phase."""
 
     def forward(self, images):
         return self.net(images)
@@ -135,7 +135,7 @@ class CallsItself(toy.Toy):
 
 
 def marks_of_second_step(module, settings):
-    """Return the phases of the second step in order, and what is left after the fit."""
+    """Return the phases of the second step in order, and the hooks that are left after the fit."""
     steps = [[]]
 
     def watch(trainer, *_):
@@ -184,7 +184,7 @@ AFTER = ["wait", "optimizer", "callbacks"]
             {"precision": "16-true", "accumulate_grad_batches": 2},
             [*FETCH, *FORWARD, "optimizer", "callbacks", *BEFORE, *AFTER],
         ),
-        # in manual optimization, the step runs on between backward and optimizer, and after it
+        # In manual optimization the step continues between backward and optimizer, and after the optimizer.
         (Manual, {}, [*FETCH, *FORWARD, "wait", "forward", "optimizer", "forward", "callbacks"]),
     ],
     ids=["fp32", "fp16", "accumulated", "manual"],
@@ -198,7 +198,7 @@ def test_the_phases_of_a_step_come_in_order_and_nothing_is_left(
 
 
 class Large(toy.Toy):
-    """With a parameter that is cut into parts."""
+    """Toy with a parameter that is large enough to be sharded."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ TRACE = CommTrace()
 
 class Wrapped(DistributedDataParallel):
     def __init__(self):
-        """Without ranks."""
+        """Create the wrapper without ranks."""
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_under_another_strategy_training_goes_on_after_a_line(two_ranks):
         assert line.startswith("`StragglerMonitor` measures nothing: it needs the bucket timings")
 
 
-# ---- on CUDA, without one --------------------------------------------------------------------------
+# ---- on CUDA, without a GPU ------------------------------------------------------------------------
 
 
 def test_on_cuda_phases_are_the_devices_and_the_host_waits_for_nothing(monkeypatch):
@@ -299,8 +299,8 @@ def window_of(step_s):
 
 @pytest.fixture
 def fake_world():
-    """Rank 0 of two whose collectives do nothing."""
-    if dist.is_initialized():  # of an earlier test's fit in this process
+    """Become rank 0 of two whose collectives do nothing."""
+    if dist.is_initialized():  # left by an earlier test's fit in this process
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
@@ -371,7 +371,7 @@ def messages_with_local_steps(delays):
 
 @pytest.mark.long
 def test_with_local_steps_ranks_are_compared_in_their_node(four_ranks):
-    """A node does not wait for the other in each step. Its first rank reports."""
+    """One node does not wait for the other in each step. The first rank of a node reports for it."""
     delays = cases.Delays(phase="forward", extra_s=0.2, rank=3)
     by_rank = four_ranks.run(messages_with_local_steps, delays, timeout_s=300)
     assert cases.is_right(delays, by_rank[2])

@@ -1,4 +1,4 @@
-"""Sentences, metrics and the panel of the report."""
+"""Warnings, metrics and the report panel of the straggler monitor."""
 
 import json
 from unittest.mock import patch
@@ -94,7 +94,7 @@ def test_metrics_are_those_of_the_slowest_rank():
 
 
 def reported(folder):
-    """Return the rows of the logger on this rank, in a fit whose windows are made."""
+    """Return the rows of the logger on this rank, in a fit with synthetic windows."""
     of_ranks = windows(2, {(1, Phase.FORWARD): 60.0})
     logger = Keeps()
     with patch.object(HostGather, "gather", lambda gather, window: [of_ranks] * gather._is_first):

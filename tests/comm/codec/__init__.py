@@ -1,1 +1,1 @@
-"""Tests of the codec between nodes."""
+"""Tests of the codec that compresses messages between nodes."""

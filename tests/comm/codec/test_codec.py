@@ -1,4 +1,4 @@
-"""The codec alone: its definition, that C++ computes the same bits, and what rounding may do to a gradient."""
+"""Codec without communication: its definition, the C++ implementation, and bounds on rounding errors of gradients."""
 
 import math
 
@@ -47,7 +47,7 @@ def same(values, expected):
 
 
 def gradients(numel, seed, *, is_wild=True):
-    """Normal numbers of many magnitudes, zeros, and blocks that are tiny, huge, not finite."""
+    """Return normal numbers of many magnitudes, with zeros and with blocks that are tiny, huge or not finite."""
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(numel, generator=generator)
     if is_wild:
@@ -84,7 +84,7 @@ def test_cpp_and_torch_write_and_read_the_same_bits(bits, key, numel, seed, firs
 
 @BITS
 def test_no_flag_of_the_compiler_changes_a_bit(bits, tmp_path):
-    """Nor does the processor: these know neither its vectors nor its fused multiply-adds."""
+    """The result does not depend on the vector instructions and fused multiply-adds that these flags disable."""
     flags = ("-std=c++17", "-fPIC", "-shared", "-O1")
     passes = passes_of(bits, CppPasses)
     passes._library = SOURCE.load(cpp_library.find_compiler(), flags, tmp_path)
@@ -111,7 +111,7 @@ def test_an_error_is_below_one_scale_and_half_of_one_to_the_nearest(bits, numel,
     if bits == 8:
         assert (error.abs() <= share * scales[:, None] * (1 + 2**-20)).all()
     elif numel % BLOCK == 0:
-        # a rotated error is as long as the error; the padding has its part of it
+        # A rotation keeps the length of the error. The padding contains a part of it.
         assert (error.norm(dim=1) <= 16 * share * scales * (1 + 2**-15)).all()
     largest = flat.abs().max().double()
     assert bits == 4 or scales.max() <= largest / most_code(bits) * (1 + 2**-7)
@@ -119,9 +119,10 @@ def test_an_error_is_below_one_scale_and_half_of_one_to_the_nearest(bits, numel,
 
 @BITS
 def test_rounding_is_unbiased(bits):
-    """The mean over 4,000 steps is off by 5 of its standard deviations at most, at every element. The nearest by more.
+    """The mean over 4,000 steps stays within 5 standard deviations at every element, unlike rounding to nearest.
 
-    One code is a scale off with probability p (1 - p) <= 1/4: a variance of scale^2 / 4 at most, rotated or not.
+    A code is off by one scale with probability p (1 - p) <= 1/4. The variance is therefore at most scale^2 / 4, with or
+    without rotation.
     """
     flat = gradients(BLOCK, 3, is_wild=False)
     passes = passes_of(bits, CppPasses)
@@ -180,7 +181,7 @@ def test_the_measured_error_is_that_of_the_format(bits, least, most):
     out = torch.empty_like(flat)
     coder.add(message[None], out)
     exact = float((out - flat).double().square().sum() / flat.double().square().sum())
-    assert error / power == pytest.approx(exact, rel=0.2)  # of a sample of the blocks
+    assert error / power == pytest.approx(exact, rel=0.2)  # measured on a sample of the blocks
     assert least < exact < most
 
 
@@ -199,7 +200,7 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_where_triton_is_there_and_cannot_build_torch_does_it_and_says_so(monkeypatch, bits):
-    """Triton imports and fails with its first launch, as in a container without a C compiler."""
+    """If Triton can be imported but its first launch fails, as without a C compiler, torch operations take over."""
     triton_passes = pytest.importorskip(
         "lightning_hybrid.comm.codec.triton_passes", reason="needs triton"
     )

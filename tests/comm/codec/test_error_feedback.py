@@ -1,4 +1,4 @@
-"""Residuals of rounding: errors that do not add up, steps that were skipped, loss scales, inf and nan, padding."""
+"""Error feedback: errors that do not accumulate, skipped steps, loss scales, inf and nan, padding."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class OneNode:
         self.feedback.may_skip = may_skip
 
     def send(self, gradients, *, scale=None, is_skipped=False, cut=()):
-        """Return the values that other nodes decode of `gradients` scaled by `scale`, without the scale."""
+        """Send `gradients` multiplied by `scale`, and return the values that other nodes decode, divided by `scale`."""
         if scale is None:
             factor = 1.0
             self.feedback.begin_step(None)
@@ -78,7 +78,7 @@ def test_a_sum_whose_outcome_nobody_has_said_counts_for_nothing():
 
 @BITS
 def test_residuals_follow_the_loss_scale(bits):
-    """Scales are powers of two: all bits are those of a constant one."""
+    """With scales that are powers of two, all bits equal those at a constant scale."""
     node = OneNode(bits)
     at_constant_scale = OneNode(bits)
     for seed, scale in enumerate((1024.0, 2048.0, 1.0, 2.0**20)):

@@ -1,6 +1,7 @@
-"""The codec's Triton kernels: in the interpreter on CPU tensors, compiled for a GPU that is not there, and on one.
+"""Triton kernels of the codec: interpreted on CPU tensors, compiled for an absent GPU, and run on a GPU.
 
-The interpreter must be chosen before Triton is imported, so those tests run in a process of their own: see the first.
+The interpreter must be selected before Triton is imported. The first test therefore runs the interpreted tests in a
+separate process.
 """
 
 import os
@@ -44,7 +45,7 @@ def coder_of(bits):
 @pytest.mark.parametrize(
     "device", ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-# of numpy in the interpreter: inf - inf
+# NumPy warns about inf - inf in the interpreter.
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
 def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
     from lightning_hybrid.comm.codec.triton_passes import TritonPasses
@@ -82,7 +83,7 @@ def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
 @pytest.mark.long
 @BITS
 def test_the_kernels_compile_for_a_gpu(bits):
-    """Triton's assembler compiles for an H100. The quotient is rounded as IEEE says, and no subnormal is flushed."""
+    """Triton compiles the kernels for an H100 with IEEE division, and without flushing subnormals to zero."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -91,7 +92,7 @@ def test_the_kernels_compile_for_a_gpu(bits):
     most = {"MOST": 2 ** (bits - 1) - 1}
     numbers = {"RECIPROCAL": 1 / most["MOST"], "LEAST": 31 << 23, "IS_NEAREST": False}
     pointers = {"flat": "*fp32", "ids": "*i32", "signs": "*fp32", "scales": "*i16", "codes": "*u8"}
-    # the others are i32
+    # The other arguments are i32.
     pointers |= {
         "messages": "*u8",
         "to": "*fp32",

@@ -1,4 +1,4 @@
-"""Adasum between nodes: held against the formula in float64, and what it does to buckets, checksums and bytes."""
+"""Adasum between nodes: compared with the formula in float64, and its effect on buckets, checksums and bytes."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
 TWO_NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 2), (1, 3))]
 FOUR_NODES = ((0,), (1,), (2,), (3,))
 NODES = [*TWO_NODES, FOUR_NODES]
-# cut by halves and quarters, left whole by them, and empty
+# Sizes that halving and quartering a bucket cuts, sizes that stay whole, and an empty one.
 NUMELS = (3, 0, 1000, 1, 517, 70_000, 5)
 
 
@@ -27,13 +27,13 @@ def world_of(nodes):
 
 
 def combine(nodes, buckets, *, like_cuda=False):
-    """Combine buckets of (flat, numels), all in flight at once. Return what this rank holds afterwards."""
+    """Combine buckets of (flat, numels), all in flight at once, and return the resulting values on this rank."""
     if not like_cuda:
         return combined_by(engine_over(nodes, PLAN), nodes, buckets)
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda().installed(patch)
         patch.setattr(adasum, "_takes_segments", lambda flat: True)
-        engine = engine_over(nodes, PLAN, device=CUDA)  # which compares plans on the host
+        engine = engine_over(nodes, PLAN, device=CUDA)  # compares plans on the host
         with cuda:
             sums = combined_by(engine, nodes, buckets)
         assert cuda.violations == []
@@ -41,7 +41,7 @@ def combine(nodes, buckets, *, like_cuda=False):
 
 
 def combined_by(engine, nodes, buckets):
-    # with the checksum, which shifts where a bucket is halved
+    # The checksum shifts the position at which a bucket is halved.
     buckets = [*buckets, (torch.ones(8), (8,))]
     last = len(buckets) - 1
     futures = []
@@ -75,7 +75,7 @@ def formula_in_float64(nodes, dtype):
     return of_buckets(inputs, NUMELS, nodes)
 
 
-# One rounding to the wire for what a node has summed, and one a level: at most 4 u, of which parts are random.
+# One rounding to the wire dtype of each node's sum and one per level give at most 4 u, partly random.
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 4 * 2**-11)], ids=str
 )
@@ -123,7 +123,7 @@ def combine_rows(nodes, rows, numels):
 
 
 def rows_of(dtype):
-    """Return (name, gradients of four nodes, combined gradient) of one parameter of 80 elements. All exact."""
+    """Return (name, gradients of four nodes, combined gradient) of a parameter of 80 elements. All values are exact."""
     apart = torch.stack(
         [integers(rank, 80, dtype) * (torch.arange(80) % 4 == rank) for rank in range(4)]
     )
@@ -148,7 +148,7 @@ def test_orthogonal_gives_the_sum_and_parallel_the_mean_to_the_bit(four_ranks, d
 
 
 def test_what_follows_the_parameters_is_summed(four_ranks):
-    """The checksum of a step's order, which must be the sum over ranks."""
+    """The checksum of a step's order is summed over ranks and not combined."""
     rows = torch.stack([integers(rank, 128, torch.float16) for rank in range(4)])
     for nodes in (((0, 1), (2, 3)), FOUR_NODES):
         for rank, (bucket,) in enumerate(four_ranks.run(combine_rows, nodes, [rows], (50,))):
@@ -159,7 +159,7 @@ def test_what_follows_the_parameters_is_summed(four_ranks):
     ("dtype", "scale"), [(torch.float16, 64.0), (torch.float32, 2.0**83)], ids=str
 )
 def test_a_scale_passes_through_to_the_bit(four_ranks, dtype, scale):
-    """The scale of the loss, and one at which squares of gradients leave the range of float32."""
+    """A loss scale passes through exactly, as does a scale at which squares of gradients exceed float32."""
     rows = torch.stack([reals(rank, 300, dtype) for rank in range(4)])
     results = four_ranks.run(combine_rows, FOUR_NODES, [rows, rows * scale], (100, 200))
     for rank, (plain, scaled) in enumerate(results):
@@ -188,13 +188,13 @@ def large_last_bucket():
 
 
 def test_a_large_last_bucket_is_not_cut_for_its_checksum(two_ranks):
-    """A bucket that is summed would be cut, and Adasum would combine the cut-off part by itself, or add it."""
+    """Adasum would treat the part that is split off for the checksum as a separate tensor, or add it."""
     for rank, values in enumerate(two_ranks.run(large_last_bucket)):
         assert values.tolist() == [1.0], f"rank {rank}"
 
 
 def with_other_steps(numels_of_rank_3):
-    """Submit a bucket of two parameters, and with other `adasum_numels` on rank 3."""
+    """Submit a bucket of two parameters, with other `adasum_numels` on rank 3."""
     engine = engine_over(FOUR_NODES, PLAN)
     numels = numels_of_rank_3 if dist.get_rank() == 3 else (40, 40)
 

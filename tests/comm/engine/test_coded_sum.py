@@ -1,4 +1,4 @@
-"""Sums between nodes in 8 and 4 bits: the same bits on every rank, whatever carries them. The bytes of the formula."""
+"""All-reduce between nodes in 8 and 4 bits: equal bits on every rank under any transport, and the expected bytes."""
 
 import warnings
 
@@ -49,7 +49,7 @@ def sums_on_rank(nodes, plans, bits, make, numels, steps=(0,), dtype=torch.float
 
 
 def sums_of(engine, flats):
-    """Sum one bucket after the other."""
+    """All-reduce one bucket after the other."""
     sums = []
     for index, flat in enumerate(flats):
         is_last = index == len(flats) - 1
@@ -69,7 +69,7 @@ def passes_of(bits):
 
 
 def expected_sum(node_sums, bits, **when):
-    """Messages are added in rank order. With more than two of them the sum is encoded once more."""
+    """Add the messages in rank order. With more than two messages, encode the sum once more."""
     total = torch.empty_like(node_sums[0])
     messages = [
         encoded(values, bits, sender=sender, **when) for sender, values in enumerate(node_sums)
@@ -84,7 +84,7 @@ def expected_sum(node_sums, bits, **when):
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=name)
 def test_every_rank_holds_the_bits_of_the_definition_under_every_plan(rank_pool, nodes, bits):
-    """Whole numbers: sums inside a node are exact, so that algorithm, chunks and shards may change nothing."""
+    """With integers the sums inside a node are exact, so algorithm, chunks and shards do not change the result."""
     world_size = sum(map(len, nodes))
     names = ["hierarchical", *(["two_level"] if is_even(nodes) else [])]
     names += ["flat", "parallel_flat"] if len(nodes) == world_size else []
@@ -127,7 +127,11 @@ def same_reals(rank, numel, dtype):
 @BITS
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0,), (1,), (2,))], ids=name)
 def test_the_checksum_of_the_order_is_exact(rank_pool, nodes, bits):
-    """Next to gradients of 1e30 its ones would be rounded to zeros, and rotated its zeros would not stay zeros."""
+    """The checksum of the order is sent without the codec, which would change it.
+
+    Next to gradients of 1e30, the ones of the checksum would be rounded to zeros, and a rotation would change its
+    zeros.
+    """
     ranks = rank_pool.ranks(sum(map(len, nodes)))
     ranks.run(sums_on_rank, nodes, [PLANS["hierarchical"]], bits, huge, [300, 5000], (0, 1))
     errors = ranks.run(another_order, nodes, bits)
@@ -164,7 +168,7 @@ def sum_on_one_node():
 
 
 def torch_passes(device, codec):
-    """The kernels need a GPU. Torch gives the same bits. The tensors of this CUDA are the CPU's."""
+    """Return torch operations with the same bits as the GPU kernels, because this mock CUDA uses CPU tensors."""
     return TorchPasses(codec.bits, codec.signs("cpu"))
 
 
@@ -191,7 +195,7 @@ def sums_by_streams(algorithm, nodes, bits, numels):
 def test_collectives_of_the_backend_give_the_same_bits_as_messages_of_our_own(
     four_ranks, algorithm, nodes, bits
 ):
-    """Shards there are padded to equal size, and parts have rows of equal size: what is unused changes nothing."""
+    """The backend's collectives pad shards and rows to equal sizes, and the padding must not change the result."""
     numels = [3, 70_001, 300_000]
     expected = []
     for numel in numels:
@@ -217,13 +221,13 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, monkeypatch
         for future in futures:
             future.wait().mul_(0.1)
     del flats, futures
-    torch.zeros(1)  # an operation more: what was given back is seen
+    torch.zeros(1)  # another operation detects memory that was freed too early
     assert cuda.violations == []
     assert cuda.host_waits == []
 
 
 def steps_with_feedback(engine, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
-    """Sums over several steps, of which some are skipped, with another loss scale in each."""
+    """All-reduce in several steps, with a different loss scale in each, of which some are skipped."""
     parameters = [torch.zeros(numel) for numel in (3_001, 5)]
     state = HookState(engine=engine, parameters=parameters)
     state.feedback.may_skip = True
@@ -281,7 +285,7 @@ def test_error_feedback_on_streams_gives_the_bits_of_threads_and_asks_the_device
         assert same(result, by_streams[rank]), f"rank {rank}"
         assert same(sums, sums_of_rank_0), f"rank {rank}"
         residuals.append(residual.view(-1, BLOCK))
-    # Of each block one rank of the node holds the residual.
+    # For each block, one rank of the node holds the residual.
     is_on_rank_0 = residuals[0].abs().amax(1) > 0
     is_on_rank_1 = residuals[1].abs().amax(1) > 0
     assert bool((is_on_rank_0 ^ is_on_rank_1).all())

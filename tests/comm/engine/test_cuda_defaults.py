@@ -1,4 +1,4 @@
-"""The defaults on CUDA: the backend's own all-reduce, in the buckets that DDP makes, until a plan says otherwise."""
+"""Defaults on CUDA: the backend's all-reduce in the buckets of DDP, unless a plan says otherwise."""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ NUM_NODES = (1, 2, 16, 256)
 
 @cache
 def gradients():
-    """Return the elements of ResNet-50's gradients in the order in which they get ready."""
+    """Return the sizes of ResNet-50's gradients in the order in which they become ready."""
     numels = []
     for layer in reversed(network("resnet50")):
         numels += reversed(layer.numels)
@@ -54,7 +54,7 @@ def step_of(numels, cluster, plan=None, **options):
 
 @pytest.mark.parametrize("name", ["hgx_h200", "dgx_h100", "dgx_a100", "cloud_100gbe", "p40_roce"])
 def test_auto_costs_no_more_than_the_backends_own_sum_in_ddps_buckets(name):
-    """DDP's buckets are those that torch itself makes of ResNet-50's gradients."""
+    """The reference uses the buckets that torch builds for ResNet-50's gradients."""
     tensors = [torch.empty(numel, dtype=torch.float16, device="meta") for numel in gradients()]
     buckets, _ = _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
     of_ddp = {"algorithm": "nccl", "cuts": [max(bucket) + 1 for bucket in buckets]}
@@ -127,7 +127,7 @@ IN_PIECES = [
     ],
 )
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
-    """On clusters of conf/ with GPUs. And no plan that it chooses is slower in these pieces than flat."""
+    """Prices match for all GPU clusters in conf/, and a chosen plan is never slower than flat in these pieces."""
     numels = gradients()
     described = [cluster_of(path.stem, num_nodes) for path in tracked_in(CLUSTERS, "*.yaml")]
     clusters = [cluster for cluster in described if isinstance(cluster.transport, Nccl)]
@@ -204,12 +204,12 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     [
         (CommPlan(), [1.0, 25.0]),
         (CommPlan(bucket_bytes=MIB // 2), [0.5, 0.5]),
-        # requested by a user or a planner
+        # Requested by a user or a planner.
         (CommPlan(bucket_bytes=8 * MIB, num_buckets=1), [8.0, 8.0, 1.0]),
     ],
 )
 def test_on_cuda_ddp_gets_its_own_sizes_unless_others_are_asked_for(plan, limits):
-    """DDP gets the sizes of 17 parameters of 1 MiB. On the CPU one for each bucket."""
+    """DDP gets its own sizes for 17 parameters of 1 MiB. On the CPU it gets one size per bucket."""
     assert sizes_for_ddp(plan, is_cuda=True) == limits
     if plan.num_buckets is not None:
         assert sizes_for_ddp(plan, is_cuda=False) == limits

@@ -1,4 +1,4 @@
-"""The CUDA path on a CPU: streams, events and communicators that record. And over Gloo the sums themselves."""
+"""CUDA path on a CPU: mock streams, events and communicators that record calls, and real all-reduces over Gloo."""
 
 import sys
 import threading
@@ -33,11 +33,11 @@ from tests.stand_in.recording_cuda import CUDA, Cuda
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
-NUMELS = (300_000, 70_001, 5)  # in several chunks, with a tail that does not divide, and tiny
+NUMELS = (300_000, 70_001, 5)  # several chunks, a tail that does not divide, and a tiny bucket
 
 
 class FakeWatchdog(Watchdog):
-    """Watchdog of a world without failures, which records requests and whether the engine's lock was held."""
+    """Watchdog of a world without failures. It records requests, and whether the engine's lock was held."""
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
@@ -46,7 +46,7 @@ class FakeWatchdog(Watchdog):
         self.engine = None
 
     def start(self):
-        """Without a thread."""
+        """Start without a thread."""
 
     def _note(self, request, answer):
         is_locked = self.engine is not None and self.engine._latch.lock.locked()
@@ -76,8 +76,8 @@ def in_small_pieces(patch):
 
 @pytest.fixture
 def fake_world(monkeypatch):
-    """Become rank 0 of four whose collectives do nothing. torch's bookkeeping of groups is real."""
-    if dist.is_initialized():  # of an earlier test's fit in this process
+    """Become rank 0 of four whose collectives do nothing. Torch's bookkeeping of groups is real."""
+    if dist.is_initialized():  # left by an earlier test's fit in this process
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     monkeypatch.setattr(engines, "compare_plans", lambda *args: ("token", ["host"] * 4, [[]] * 4))
@@ -144,20 +144,20 @@ def step(engine, buffers, comm_dtype=None):
 
 def steps(engine, *, num_steps=2, comm_dtype=None):
     for _ in range(num_steps):
-        buffers = [torch.zeros(numel) for numel in NUMELS]  # given back after each step
+        buffers = [torch.zeros(numel) for numel in NUMELS]  # freed after each step
         step(engine, buffers, comm_dtype)
     del buffers
-    torch.zeros(1)  # an operation more: what was given back is seen
+    torch.zeros(1)  # another operation detects memory that was freed too early
 
 
-# ---- who is ordered after whom ---------------------------------------------------------------------------------------
+# ---- order between streams -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("comm_dtype", [None, torch.float16, torch.float32])
 @pytest.mark.parametrize("asked", ["nothing", "times", "timeline"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, algorithm, asked, comm_dtype):
-    """Also where a bucket and what its sum was in are given back before anybody has waited for the sum."""
+    """This holds even if the caller frees a bucket and its wire buffer before it waits for the result."""
     across = None if comm_dtype is None else torch.float16
     is_flat = "flat" in algorithm
     keep_events = asked == "timeline"
@@ -218,7 +218,7 @@ def test_flat_is_one_call_and_a_hierarchy_overlaps_its_chunks(cuda):
         "c10d::broadcast_",
     ]
     assert times["flat"] == 1.0
-    # 2 calls of each 3 in the node, which overlap with the third
+    # 2 of 3 calls are inside the node, and overlap with the third.
     assert times["hierarchical"] < 0.75 * 3 * num_chunks
 
 
@@ -229,7 +229,7 @@ def test_a_hierarchy_alone_imports_and_makes_streams_of_our_own_and_they_have_hi
     for algorithm in ("auto", "flat", "two_level"):
         engine = engine_of(algorithm)
         is_named = algorithm == "two_level"
-        if is_named:  # with the stand-ins that it knows
+        if is_named:  # with the mocks that the engine knows
             monkeypatch.setitem(sys.modules, cuda_streams.__name__, cuda_streams)
         step(engine, [torch.zeros(8)])
         assert (cuda_streams.__name__ in sys.modules) is is_named
@@ -249,7 +249,8 @@ def test_only_the_last_chunk_of_a_bucket_is_padded_and_shards_are_aligned(cuda, 
     monkeypatch.setattr(node_exchange, "reduce_scatter", noting)
     engine_of("two_level").submit(torch.zeros(300_001), bucket_index=0, is_last=True)
     engine = engine_of("two_level", check_order=False)
-    for numel, num_pads in ((300_001, 3), (4 * 256 * 30, 0)):  # into the padded copy, and back
+    # copied into the padded buffer and back
+    for numel, num_pads in ((300_001, 3), (4 * 256 * 30, 0)):
         del cuda.operations[:]
         engine.submit(torch.zeros(numel), bucket_index=0)
         pads = [name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"]
@@ -261,7 +262,7 @@ def test_only_the_last_chunk_of_a_bucket_is_padded_and_shards_are_aligned(cuda, 
 
 
 def test_what_is_on_the_streams_is_held_by_them_alone(cuda):
-    """A wire that was made for the sum is given back as soon as the allocator may, not when somebody looks."""
+    """A wire buffer is released as soon as the allocator permits, without anyone having to poll."""
     engine = engine_of("two_level")
     cuda.hang()
     wire = torch.zeros(70_001)
@@ -284,7 +285,7 @@ def test_times_are_the_devices_and_a_step_counts_once_it_is_through(cuda):
     cuda.go_on()
     summary = engine.trace.drain()
     assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 2, 64)
-    # ready after 0.5 and 1 s, done after 1.5 and 2.5
+    # The buckets are ready after 0.5 and 1 s, and done after 1.5 and 2.5 s.
     assert summary.busy_s == 2.0
     assert summary.exposed_s == 1.5
     assert [bucket.exposed_s for bucket in summary.buckets] == [0.5, 1.0]
@@ -312,7 +313,7 @@ def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_time
     assert summary.buckets == ()
     engine.trace.measure_devices()
     step(engine, [torch.zeros(8), torch.zeros(8)])
-    assert events == [{"enable_timing": True}] * 4  # the begin and the end of each
+    assert events == [{"enable_timing": True}] * 4  # start and end of each bucket
     cuda.go_on()
     assert engine.trace.drain().busy_s > 0
 
@@ -381,7 +382,7 @@ def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at
 
 def test_a_bucket_that_hangs_is_seen_by_its_events_with_the_stage_in_which_it_is(cuda):
     engine = engine_of("hierarchical")
-    # before the limit of torch's watchdog
+    # Before the time limit of torch's watchdog.
     assert engine._watchdog.arguments["give_up_after_s"] == 18.0
     buffers = [torch.zeros(8), torch.zeros(8)]
     step(engine, buffers)
@@ -410,7 +411,7 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: destroyed.append(group))
     cuda.hang()
     step(engine, [torch.zeros(8)])
-    engine._latch.trip("comm: rank 2 gave up: OSError.")  # as from the watchdog's thread
+    engine._latch.trip("comm: rank 2 gave up: OSError.")  # as the watchdog's thread would
     assert len(fake_world) == 1
     with pytest.raises(
         RuntimeError, match=r"^comm: rank 2 gave up: OSError\. The gradients of this step are lost"
@@ -427,7 +428,7 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
 def test_a_device_that_waits_outside_of_a_bucket_counts_and_is_said(cuda):
     engine = engine_of("flat")
     cuda.hang()
-    # not yet for long
+    # The wait has not been long enough yet.
     assert engine._latch.stalled_s() == 0.0 or not engine._latch.status().is_inside
     engine._carrier._waits._since_s -= 5.0
     assert engine._latch.stalled_s() > 4.0
@@ -451,7 +452,7 @@ def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(
     stuck = engine_of("flat")
     cuda.hang()
     step(stuck, [torch.zeros(8)])
-    monkeypatch.setattr(engines, "FAILED_CLOSE_LIMIT_S", -19.8)  # of a timeout of 20 s
+    monkeypatch.setattr(engines, "FAILED_CLOSE_LIMIT_S", -19.8)  # with a timeout of 20 s
     with pytest.warns(
         UserWarning,
         match="closed its engine while the all-reduce stages .* were still waiting for other ranks",
@@ -467,7 +468,7 @@ def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(
     engine = engine_of("flat")
     cuda.hang()
     step(engine, [torch.zeros(8)])
-    assert engine._latch.stalled_s() >= 0.0  # from here on there is an event to ask for
+    assert engine._latch.stalled_s() >= 0.0  # from here on there is an event to query
     may_go_on = threading.Event()
     began_s = time.monotonic()
     monkeypatch.setattr(device_waits, "LOOK_LIMIT_S", 0.05)
@@ -475,12 +476,12 @@ def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(
     assert engine._latch.stalled_s() > 0.0
     engine._latch.trip("comm: a test")
     assert len(fake_world) == 1
-    assert time.monotonic() - began_s < 15  # the look would take 30 s
+    assert time.monotonic() - began_s < 15  # the query would take 30 s
     may_go_on.set()
 
 
 class LateFuture:
-    """A future as Gloo's: what follows it runs in a thread of its own, once a test says that it is there."""
+    """Future like Gloo's: its callbacks run in a separate thread, once the test marks it as done."""
 
     def __init__(self, value):
         self._value = value
@@ -526,7 +527,7 @@ def test_a_bucket_whose_future_comes_late_is_in_flight_until_then_and_its_times_
     engine.raise_if_failed()
     assert len(engine._latch.in_flight) == 3
     assert engine.trace.drain().num_steps == 0
-    assert engine._latch.stalled_s() > 0  # looks where it is
+    assert engine._latch.stalled_s() > 0  # queries the position
     assert engine._latch.status().place.startswith("bucket 0 in stage `all_reduce`")
     for future in late[:2]:
         future.arrive()
@@ -580,11 +581,11 @@ def test_no_bucket_goes_into_a_captured_graph(cuda, monkeypatch):
     with pytest.raises(RuntimeError, match="inside a CUDA graph capture"):
         engine.submit(torch.zeros(8), bucket_index=0)
     engine.raise_if_failed()
-    assert cuda.num_queries == num_queries  # which would end the capture
+    assert cuda.num_queries == num_queries  # a query would end the capture
     monkeypatch.setattr(cuda_carrier, "is_any_captured", lambda: False)
 
 
-# ---- over Gloo: the sums ---------------------------------------------------------------------------------------------
+# ---- results over Gloo -----------------------------------------------------------------------------------------------
 
 
 def sums_by_streams(algorithm, nodes, numels, dtype):
@@ -599,7 +600,7 @@ def sums_by_streams(algorithm, nodes, numels, dtype):
 
 
 def are_sums_right(engine, numels, dtype):
-    """Sum a bucket of each size, all in flight at once. Return whether each sum is that of four ranks."""
+    """All-reduce a bucket of each size, all in flight at once, and return whether each result is right."""
     rank = dist.get_rank()
     futures = []
     for index, numel in enumerate(numels):
@@ -630,7 +631,7 @@ def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
 
 
 def sums_over_gloo():
-    """Sum a GPU's buckets over Gloo. Return whether they are right, which calls were asynchronous, and the steps."""
+    """All-reduce a GPU's buckets over Gloo, and return their correctness, the asynchronous calls and the steps."""
     asynchronous = []
     all_reduce = dist.all_reduce
 
@@ -666,7 +667,7 @@ def groups_beside_a_bound_default_group():
 
 
 class AsBound:
-    """`torch.distributed` whose default group is bound to a GPU."""
+    """Mock of `torch.distributed` whose default group is bound to a GPU."""
 
     def __init__(self, default):
         self._bound = SimpleNamespace(bound_device_id=CUDA, _get_backend=default._get_backend)
@@ -687,13 +688,13 @@ def test_a_default_group_of_gloo_is_never_split_although_gloo_says_that_it_can(t
     ],
 )
 def test_only_nccl_is_bound_to_its_device(monkeypatch, backend, device, is_bound):
-    """Bound to a device, Gloo's groups would be split, which they cannot: ranks wait for each other, or raise."""
+    """Bound to a device, torch would split Gloo's groups, which is not supported: ranks would hang or raise."""
     arguments = {}
 
     def connect(*args, **kwargs):
         arguments.update(kwargs)
 
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # the store is the launcher's
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # the launcher owns the store
     monkeypatch.setattr(rendezvous, "lightning_function", lambda name: connect)
     rendezvous.connect_ranks(None, backend, device, timedelta(seconds=5))
     expected = device if is_bound else None
@@ -703,7 +704,7 @@ def test_only_nccl_is_bound_to_its_device(monkeypatch, backend, device, is_bound
 def another_order(algorithm):
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda().installed(patch)
-        engine = engine_of(algorithm)  # which compares plans on the host
+        engine = engine_of(algorithm)  # compares plans on the host
         with cuda:
             text = error_of_another_order(engine)
         return text, cuda.host_waits, cuda.violations
@@ -723,7 +724,7 @@ def test_the_order_of_buckets_is_compared_in_the_first_steps_and_then_rarely(cud
     unchecked = engine_of("flat", check_order=False)
     for _ in range(4):
         step(unchecked, [torch.zeros(8)])
-    # of the bucket, when it was new
+    # The comparison of the bucket when it was new.
     assert unchecked._watchdog.requests() == ["compare"]
 
 

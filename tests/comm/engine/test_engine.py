@@ -26,7 +26,7 @@ def ranks_and_stages():
         for stage in stages_of_algorithm:
             rank = index % 4
             if stage.name == "ring":
-                rank = 2  # a leader: other ranks have no ring
+                rank = 2  # a leader, because other ranks have no ring
             yield rank, algorithm, stage.name
             index += 1
 
@@ -51,7 +51,7 @@ def replaced_stage(algorithm, name, run):
 
 
 def broadcast_waits_for_the_next_reduce():
-    """Sum two tensors. The broadcast of tensor 0 waits until the reduce of tensor 1 is over."""
+    """All-reduce two tensors, where the broadcast of tensor 0 waits for the end of the reduce of tensor 1."""
     num_reduced = [0]
     second_is_reduced = threading.Event()
 
@@ -87,7 +87,7 @@ def test_stages_of_successive_tensors_overlap(two_ranks):
 
 
 def outcomes_with_a_failure(algorithm, stage, failing_rank):
-    """Tensor 1 fails in a stage on one rank. Submit until an error comes. Then again. Then close."""
+    """Let tensor 1 fail in a stage on one rank. Submit until an error is raised, submit again, then close."""
     num_runs = [0]
 
     def fail_at_second(job, group, original):
@@ -105,7 +105,7 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
     start = time.monotonic()
     futures = []
     errors = [error_of(submit_and_wait, engine, futures)]
-    # sums that were done before the failure was known here have none
+    # All-reduces that finished before the failure was known here have no error.
     errors += [error for error in map(error_of_waiting, futures) if error]
     waited_s = time.monotonic() - start
     errors.append(error_of(engine.submit, torch.ones(5), bucket_index=99))
@@ -121,7 +121,7 @@ def error_of_waiting(future):
 
 
 def submit_and_wait(engine, futures):
-    """Ranks that are not touched by tensor 1's failure meet it in a later one."""
+    """Submit up to 20 buckets, so that ranks that tensor 1's failure does not affect see it in a later bucket."""
     for index in range(20):
         if index >= 3:
             futures.pop(0).wait()
@@ -140,9 +140,9 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(
         errors, waited_s, closed_s, threads, num_in_flight = result
         last = errors[-1].removeprefix("RuntimeError: ")
         assert last.startswith(expected), f"rank {rank}"
-        for error in errors:  # that of a future has the callback's words before it
+        for error in errors:  # the error of a future starts with torch's text about the callback
             assert last in error, f"rank {rank}"
-        # the groups' timeout is 30 s; the watchdog looks within 0.75 s
+        # The groups' timeout is 30 s, and the watchdog checks within 0.75 s.
         assert waited_s < 12, f"rank {rank}"
         assert closed_s < 12, f"rank {rank}"
         assert threads == [], f"rank {rank}"
@@ -161,7 +161,7 @@ def test_closing_waits_for_what_is_in_flight(four_ranks):
 
 
 def failures_while_finishing():
-    """Submit a sum that cannot be finished, and one during which the caller gives up."""
+    """Submit a bucket whose `finish` fails, and one whose `finish` aborts the engine."""
     texts = []
     counted = []
 
@@ -203,7 +203,7 @@ def chunks_by_column():
 
 
 def test_chunks_go_round_the_columns(two_ranks):
-    """Each has connections of its own: several flows are faster than one where the network limits a flow."""
+    """Each parallel group has its own connections, because several flows are faster if the network limits each flow."""
     assert two_ranks.run(chunks_by_column) == [[3, 3]] * 2
 
 
@@ -214,7 +214,7 @@ def is_freed_after_its_sum():
     future = engine.submit(flat, bucket_index=0)
     future.wait()
     del flat, future
-    # the threads go back to their queues a moment after the sum is there
+    # The threads return to their queues a moment after the result is available.
     deadline_s = time.monotonic() + 5
     while freed() is not None and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -239,7 +239,11 @@ def bytes_inside_nodes():
 
 
 def test_a_sum_that_stops_before_the_gather_counts_half_of_the_bytes_inside_a_node(four_ranks):
-    """2 ranks a node: (k - 1) S each for scatter and gather. 2 nodes: 2 (N - 1) / N S between them. S = 1,600."""
+    """Without the gather, a two-level all-reduce counts half of the bytes inside a node.
+
+    With k = 2 ranks per node, scatter and gather send (k - 1) S bytes each. Between N = 2 nodes, 2 (N - 1) / N S bytes
+    are sent. S is 1,600.
+    """
     assert four_ranks.run(bytes_inside_nodes) == [[(3200, 1600), (1600, 1600)]] * 4
 
 

@@ -71,7 +71,7 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
 
 
 def num_roundings(algorithm, nodes, num_bytes):
-    """Return the roundings of an element of a 16-bit sum: one in fp32, one per hop in Gloo's ring."""
+    """Return the number of roundings of an element in 16 bits: one in fp32, or one per hop in Gloo's ring."""
     num_nodes = len(nodes)
     is_ring = num_bytes > SCATTER_BYTES and len(nodes) > 2
     if algorithm == "flat" or (algorithm == "parallel_flat" and (num_nodes < 4 or is_ring)):
@@ -92,9 +92,9 @@ def num_roundings(algorithm, nodes, num_bytes):
 def test_the_error_against_float64_is_that_of_the_roundings_stated(
     four_ranks, algorithm, nodes, numel
 ):
-    """|error| <= gamma_n * sum |x|, gamma_n = n u / (1 - n u). Fp32 is rounded three times by any algorithm.
+    """|error| <= gamma_n * sum |x| with gamma_n = n u / (1 - n u). Every algorithm rounds fp32 three times.
 
-    16-bit sums that are rounded once have the smallest error that there is.
+    16-bit sums that are rounded once have the smallest possible error.
     """
     cases = [(numel, torch.float16), (numel, torch.bfloat16), (numel, torch.float32)]
     per_rank = four_ranks.run(sums_on_rank, nodes, algorithm, reals, cases)
@@ -147,7 +147,7 @@ def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(
 ):
     """N node sums are rounded once each, and N - 1 times as they are added: gamma_N of fp16, and gamma_4 of fp32.
 
-    ``flat`` knows no node sums: every rank's tensor is one. One node: single precision throughout.
+    For ``flat``, every rank's tensor counts as a node sum. On one node, everything is in single precision.
     """
     addends = torch.stack([reals(rank, 5003, torch.float32).double() for rank in range(4)])
     if algorithm in ("hierarchical", "two_level"):
@@ -163,7 +163,7 @@ def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(
     for rank, result in enumerate(results):
         assert torch.equal(result, results[0]), f"rank {rank}"
     assert (error <= bound).all()
-    assert error.max() > 1e-4 or len(nodes) == 1  # the narrow wire was used
+    assert error.max() > 1e-4 or len(nodes) == 1  # the narrow wire dtype was used
 
 
 def gamma(count, unit_roundoff):
@@ -181,7 +181,7 @@ COLLECTIVES = (
 
 
 def sent_as_it_was(name):
-    """Return whether each sent tensor is unchanged when its send is waited for (None: it never is)."""
+    """Return whether each sent tensor is unchanged when its send is waited for. None: no one waited for the send."""
     results = []
 
     class Send:
@@ -216,7 +216,7 @@ def test_every_send_is_through_before_its_memory_changes_or_goes_back_to_the_cal
 
 
 def facts_of_groups():
-    """Return members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3), and of groups left."""
+    """Return members, timeouts and number of the stages' groups over nodes (0, 1) and (2, 3), and of leaked groups."""
     before = len(dist.distributed_c10d._world.pg_map)
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
     results = []

@@ -1,4 +1,4 @@
-"""Groups of an elastic run's view on CUDA, by groups of NCCL's that only record, and its engine before any view."""
+"""Groups of an elastic view on CUDA, with mock NCCL groups that record calls, and its engine before the first view."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ LIMIT = timedelta(seconds=20)
 
 @pytest.fixture
 def happened(monkeypatch):
-    """Record the events of groups and device in their order. `device` completes the work of the device."""
+    """Record the events of groups and device in order. `device` completes the work of the device."""
     seen = SimpleNamespace(calls=[], device=lambda: None, connect=lambda: None)
 
     class Group:
@@ -50,7 +50,7 @@ def happened(monkeypatch):
     def make(
         size, rank, ranks, backend, store, *, group_name, backend_options=None, device_id=None, **_
     ):
-        # A bound device without `lazy_init`: torch would split the group of the host, and wait for its other ranks.
+        # With a bound device but without `lazy_init`, torch would split the host's group and wait for its other ranks.
         assert (backend == "nccl") == (device_id == torch.device("cuda:0")) == bool(backend_options)
         assert backend != "nccl" or backend_options.lazy_init
         seen.connect()
@@ -121,7 +121,7 @@ def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_dev
     for thread in threads:
         thread.join()
     groups.destroy()
-    assert ("end", "view") in happened.calls  # of Gloo, by each who cuts
+    assert ("end", "view") in happened.calls  # Gloo's group, by each rank that cuts
     assert groups.world is None  # its threads end with the last reference
     calls = [call for call in happened.calls if call[0] != "end"]
     aborted = calls[:3]
@@ -176,7 +176,7 @@ def test_a_wait_that_gloo_forgets_is_left_behind_when_the_view_has_ended(happene
         groups.add_up(torch.zeros(1))
     world = groups.world
     groups.destroy()
-    assert view_groups._STUCK_GROUPS.pop() == [world]  # to free it would be to wait
+    assert view_groups._STUCK_GROUPS.pop() == [world]  # freeing it would block
 
 
 def test_an_engine_that_has_no_view_yet_takes_errors_and_is_closed():

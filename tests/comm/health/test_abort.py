@@ -1,4 +1,4 @@
-"""Communicators are aborted all at the same time, and none that does not end is waited for."""
+"""Abort of communicators: all are aborted at the same time, and none that hangs is waited for."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def gone():
 def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_not_waited_for():
     started = threading.Barrier(3)
     may_end = threading.Event()
-    # for all the others
+    # Each waits for all the others.
     groups = {str(index): aborting(lambda: started.wait(30)) for index in range(3)}
     groups |= {"stuck": aborting(lambda: may_end.wait(60)), "gone": aborting(gone)}
     began_s = time.monotonic()
@@ -38,7 +38,8 @@ def seconds_until_waits_end():
     group = dist.new_group(timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     if rank == 0:
-        group.recv([torch.zeros(1)], 2, 0)  # a wait that has failed: nothing takes what comes
+        # this wait has failed, so nothing receives incoming data
+        group.recv([torch.zeros(1)], 2, 0)
     if rank == 2:
         group.send([torch.zeros(1)], 0, 0)
     dist.barrier()
@@ -61,7 +62,7 @@ def test_all_waits_in_a_group_of_gloo_can_be_ended_also_those_for_a_connection_t
     assert max(rank_pool.ranks(3).run(seconds_until_waits_end)) < 20
 
 
-# What torch has given a name so far, looked at one by one: those on a host are not aborted.
+# All backend names in torch so far. Backends on the host are not aborted.
 ON_DEVICES = {"nccl", "nccl-legacy", "nccl2", "nccl-lazy", "nccl4py", "ucc", "xccl"}
 ON_HOSTS = {"gloo", "mpi", "fake"}
 
@@ -80,7 +81,7 @@ def test_every_backend_that_this_torch_registers_is_known_here():
 
 
 class Group:
-    """Group of a backend of this name. None: one in Python, which has no name."""
+    """Group of a backend with this name. None: a Python backend, which has no name."""
 
     def __init__(self, name):
         self.is_aborted = False
@@ -105,7 +106,7 @@ def groups_that_would_be_aborted():
     finally:
         for group in groups.values():
             del names[group]
-    dist.all_reduce(torch.ones(1), group=gloo_group)  # Gloo's is left alone
+    dist.all_reduce(torch.ones(1), group=gloo_group)  # Gloo's group is not aborted
     dist.destroy_process_group(gloo_group)
     return {name for name, group in groups.items() if group.is_aborted}
 
@@ -117,7 +118,7 @@ def test_only_groups_with_communicators_on_a_device_are_aborted(two_ranks):
 def forgotten():
     group = dist.new_group([0, 1])
     aborted = []
-    dist.barrier()  # both are connected: forgotten before, it would end the other's handshake
+    dist.barrier()  # both are connected; forgetting earlier would break the other rank's handshake
     num_groups = len(dist.distributed_c10d._world.pg_map)
     abort.forget(group)
     abort.forget(group)

@@ -1,4 +1,4 @@
-"""Errors of torch's collectives and stores are told apart from errors of the user's code."""
+"""Distinction between errors of torch's collectives and stores and errors of user code."""
 
 from datetime import timedelta
 
@@ -60,7 +60,7 @@ def test_another_order_of_buckets_is_known_from_other_ranks_and_from_no_collecti
 
 
 def errors_of_a_rank_that_does_not_answer():
-    """Return what torch raises on each rank after a receive on rank zero has exceeded its limit."""
+    """Return the errors that torch raises on each rank after a receive on rank zero has timed out."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     store = dist.distributed_c10d._get_default_store()
     tensor = torch.zeros(4)

@@ -1,5 +1,8 @@
-"""Ranks that are missed while a bucket is in flight on a device: by the watchdogs of several ranks in one process, and
-by whole ranks whose device hangs and whose host waits for it."""
+"""Detection of missing ranks while a bucket is in flight on a device.
+
+Some tests run the watchdogs of several ranks in one process. Others run whole ranks whose device hangs while the host
+waits for it.
+"""
 
 import threading
 import time
@@ -41,7 +44,7 @@ class Watched:
 
 
 class World:
-    """Watchdogs of some of three ranks on one store. All have waited for ``stalled_s`` and still wait."""
+    """Watchdogs of some of three ranks on one store. All have been waiting for ``stalled_s`` and still wait."""
 
     def __init__(self, statuses, *, stalled_s=10.0, give_up_after_s=1000.0):
         self.store = dist.HashStore()
@@ -75,7 +78,7 @@ class World:
 def soon(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
     monkeypatch.setattr(presence, "PATIENCE_S", 2.0)
-    # rank 0 leaves without waiting for ranks that are not there
+    # Rank 0 leaves without waiting for absent ranks.
     monkeypatch.setattr(watchdog, "STORE_LIMIT_S", 0.5)
 
 
@@ -94,7 +97,7 @@ def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
     world = World({0: WAITING, 1: WAITING, 2: BEHIND})
     end_s = time.monotonic() + 30
-    # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
+    # Ranks 0 and 1 ask in turn, so one may ask again before the last question is answered.
     while not (world.has("question/2") and world.has("answer/1/2")):
         assert time.monotonic() < end_s, "rank 2 did not answer"
         time.sleep(0.05)
@@ -123,7 +126,7 @@ def test_what_can_come_to_no_end_is_an_error_at_once(soon, third, words):
 
 
 def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
-    monkeypatch.setattr(presence, "ASK_AFTER_S", 1000.0)  # no rank would ask again before
+    monkeypatch.setattr(presence, "ASK_AFTER_S", 1000.0)  # no rank would ask again before that
     errors = World({0: WAITING, 1: WAITING, 2: BEHIND}, give_up_after_s=5.0).outcome(num_errors=3)
     assert len(set(errors.values())) == 1
     assert errors[2].startswith(
@@ -139,7 +142,7 @@ def test_where_collectives_raise_by_themselves_no_rank_asks(soon):
 
 
 class Unanswering:
-    """Store that leaves a request unanswered if `is_busy` says so of its number."""
+    """Store that does not answer a request if `is_busy` returns true for its number."""
 
     def __init__(self, is_busy):
         self.is_busy = is_busy
@@ -217,7 +220,7 @@ def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
 
 
 def host_in_a_sync():
-    """Submit a bucket and wait for the device on ranks 0 and 1, whose device waits for rank 2 until an abort."""
+    """Submit a bucket and synchronize ranks 0 and 1, whose device waits for rank 2 until an abort."""
     freed = threading.Event()
 
     def abort_all(limit_s):
@@ -238,7 +241,7 @@ def host_in_a_sync():
         text = ""
         began_s = time.monotonic()
         try:
-            # As NCCL's, which return at once.
+            # Returns at once, as NCCL's calls do.
             all_reduce = partial(cuda.all_reduce, lambda *args, **kwargs: None)
             patch.setattr(dist, "all_reduce", all_reduce)
             if dist.get_rank() < 2:

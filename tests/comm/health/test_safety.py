@@ -1,4 +1,4 @@
-"""Checks of values that must be equal on all ranks, and errors that reach all ranks with their cause."""
+"""Checks that values are equal on all ranks, and errors that reach all ranks together with their cause."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
 
 
 def error_and_time_of(wait):
-    """Return the error that `wait` raises, without torch's own words around it, and the seconds until then."""
+    """Return the error that `wait` raises, without torch's surrounding text, and the elapsed seconds."""
     start = time.monotonic()
     words = error_of(wait)
     return words[max(0, words.find("comm: ")) :].split("\n")[0], time.monotonic() - start
@@ -70,7 +70,7 @@ def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorit
 
 
 def with_another_plan_and_other_software():
-    """Return the errors of an engine with another plan, and of one with another torch, on rank 1."""
+    """Return the errors of an engine with another plan, and of one with another torch version, on rank 1."""
     plan = CommPlan(chunk_bytes=2**20)
     software = consensus.software()
     plan_of_rank = plan
@@ -106,7 +106,7 @@ def of_another_size(odd_rank):
 
 
 def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks):
-    """Sent, it would end the process: Gloo calls abort()."""
+    """Sending such a bucket would end the process, because Gloo calls abort()."""
     for rank, (text, waited_s) in enumerate(four_ranks.run(of_another_size, 3)):
         assert "comm: rank 3 submitted bucket 0 (41 x float32" in text, f"rank {rank}"
         assert waited_s < 15, f"rank {rank}; the time limit is 30 s"
@@ -134,10 +134,11 @@ def one_rank_ends(number, ended_rank, algorithm):
     if dist.get_rank() == ended_rank:
         os.kill(os.getpid(), number)
     text, _ = error_and_time_of(submit_and_wait)
-    raise AssertionError(f"error: {text}")  # this way the pool prints it next to the dead rank's
+    # so that the pool prints it next to the dead rank's error
+    raise AssertionError(f"error: {text}")
 
 
-@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.slow  # the pool restarts its processes after this test
 @pytest.mark.parametrize(
     ("number", "world_size", "ended_rank", "algorithm"),
     [

@@ -1,4 +1,4 @@
-"""Diagnosis of a silent host by the kernel's view of its connections."""
+"""Diagnosis of a silent host from the kernel's view of its connections."""
 
 import socket
 from dataclasses import replace
@@ -24,7 +24,7 @@ ADDRESSES = [["10.0.0.1"]] * 2 + [["10.0.0.2"]] * 2
         ({"heard_s": 10.0}, "cut"),
         ({"is_waiting": False}, "taken"),
         ({"is_waiting": False, "heard_s": 10.0}, "idle"),
-        ({"heard_s": 10.0 - MARGIN_S}, "cut"),  # on its way before the wait began
+        ({"heard_s": 10.0 - MARGIN_S}, "cut"),  # sent before the wait began
     ],
     ids=str,
 )
@@ -80,7 +80,7 @@ def test_of_a_rank_whose_host_answers_or_says_nothing_no_rank_knows_more(statuse
 
 
 def test_the_kernel_says_what_was_sent_and_not_read_and_who_hung_up():
-    """A process that is stopped reads nothing. Its kernel takes and acknowledges what there is room for."""
+    """A stopped process reads nothing, but its kernel still acknowledges data that fits into the buffer."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     client = socket.create_connection(server.getsockname())
@@ -94,8 +94,8 @@ def test_the_kernel_says_what_was_sent_and_not_read_and_who_hung_up():
     assert line_to_server().is_open
     assert not line_to_server().is_waiting
     assert line_to_server().heard_s < 5
-    assert client.gettimeout() == 0.0  # looking at a descriptor leaves it as it was
-    accepted.close()  # with unread data: the connection is reset
+    assert client.gettimeout() == 0.0  # inspecting a descriptor does not change it
+    accepted.close()  # with unread data, so the connection is reset
     assert not [line for line in tcp_info.tcp_connections() if line.port == port and line.is_open]
     client.close()
     server.close()
@@ -104,7 +104,7 @@ def test_the_kernel_says_what_was_sent_and_not_read_and_who_hung_up():
 def test_own_addresses_are_those_that_others_may_know_and_with_a_default_timeout_nothing_is_looked_at(
     monkeypatch,
 ):
-    """Python would set the descriptor, which others use, to one that does not block."""
+    """With a default timeout, Python would make the shared descriptor non-blocking."""
     socket.setdefaulttimeout(3.0)
     try:
         assert tcp_info.tcp_connections() == []

@@ -1,4 +1,4 @@
-"""A fingerprint differs where a single bit does, and nowhere else."""
+"""Fingerprints of tensors, which differ exactly if a bit differs."""
 
 import itertools
 
@@ -51,7 +51,10 @@ def test_any_one_flipped_bit_shows(dtype, numel, data):
 @given(st.lists(st.integers(0, 3 * _ROW), min_size=2, max_size=6, unique=True), st.integers(0, 31))
 @settings(max_examples=60, deadline=None)
 def test_the_same_bit_flipped_in_several_elements_shows(elements, bit):
-    """The sign bit of an even number of elements is what sums with odd weights modulo 2**32 or in 64-bit words miss."""
+    """Flips of one sign bit in several elements are detected.
+
+    With an even number of elements, sums with odd weights modulo 2**32, or over 64-bit words, would miss them.
+    """
     tensor = some(3 * _ROW + 1)
     changed = tensor
     for element in elements:
@@ -61,7 +64,7 @@ def test_the_same_bit_flipped_in_several_elements_shows(elements, bit):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_bits_give_equal_fingerprints(device):
-    """Whatever memory they are in. And the two devices agree, so a GPU is held to what is proved on the CPU."""
+    """Equal bits match at any alignment and on both devices, so proofs on the CPU also hold for GPUs."""
     for dtype, numel in itertools.product(DTYPES, SIZES):
         tensor = some(numel, dtype, device)
         off_alignment = torch.empty(numel + 1, dtype=dtype, device=device)[1:]
@@ -94,7 +97,7 @@ def test_a_combined_fingerprint_depends_on_each_tensor_and_on_their_order():
 
 
 def test_a_fingerprint_is_the_same_number_on_every_machine():
-    """Computed once by hand from the formula, in Python's whole numbers."""
+    """The expected value was computed by hand from the formula, with Python integers."""
     weights = np.random.default_rng([1202, 4961, 0]).integers(0, 2**64, _ROW, dtype=np.uint64)
     a, b, c = (int(weight) | 1 for weight in weights[:3])
     total = (5 * a - 7 * b + 11 * c) % 2**64

@@ -1,4 +1,4 @@
-"""A rank that hangs outside of the engine is named with its place, whatever collective the others wait in."""
+"""Place of a rank that hangs outside of the engine, reported for any collective in which the others wait."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ def user_code(seconds):
 
 
 def status_beside(wait):
-    """Rank 1 is in user code, and rank 0 waits for it. Of each rank what another thread sees meanwhile."""
+    """Let rank 0 wait for rank 1, which is in user code, and return the status of each rank seen by another thread."""
     engine = engine_over(((0, 1),), CommPlan())
     results = []
     model = DistributedDataParallel(nn.BatchNorm1d(4))
@@ -78,7 +78,7 @@ def cuda(monkeypatch):
 
 def test_no_event_is_asked_for_while_a_graph_is_captured(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", cuda.stream(CUDA))
-    # A stream is entered on its own device: to leave it would else make a context on the first GPU, in every rank.
+    # The query must run on the stream's own device. Otherwise every rank would create a context on the first GPU.
     monkeypatch.setattr(
         torch.cuda, "is_current_stream_capturing", lambda: cuda.device == CUDA != cuda.current
     )
@@ -88,7 +88,7 @@ def test_no_event_is_asked_for_while_a_graph_is_captured(cuda, monkeypatch):
 
 
 def stalled_pipeline():
-    """Rank 0's device waits for a message of rank 1, which is in user code."""
+    """Let rank 0's device wait for a message of rank 1, which is in user code."""
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda().installed(patch)
         aborted = threading.Event()
@@ -98,7 +98,7 @@ def stalled_pipeline():
         watchdog.engine = SimpleNamespace(abort=errors.append)
         if dist.get_rank() == 0:
             watchdog.note("stage 0, backward of micro-batch 2", is_waiting=True)
-            watchdog.wait_for(cuda.hang)  # as NCCL's: the host goes on, and the device does not
+            watchdog.wait_for(cuda.hang)  # as with NCCL: the host continues while the device hangs
         else:
             watchdog.note("stage 1, forward of micro-batch 2")
         is_aborted = aborted.wait(30)

@@ -36,7 +36,11 @@ def begins(trace, num_bytes=1, *, is_last=False, **options):
 
 
 def test_busy_is_the_union_and_exposed_the_tail_of_each_step():
-    """A step: buckets in flight 1-4 and 3-6, backward over at 3. A pause. 10-11 and, the last, 12-13."""
+    """Busy time is the union of all buckets, and exposed time is the tail of each step after backward.
+
+    In the first step, buckets are in flight at 1-4 and 3-6, and backward ends at 3. After a pause, the second step has
+    buckets at 10-11 and 12-13.
+    """
     trace, clock = traced()
     play(
         clock,
@@ -130,7 +134,7 @@ def bucket(index, num_bytes=8, kind=BucketPlan, **fields):
 
 
 def test_each_bucket_is_exposed_from_the_one_done_before_it():
-    """Submitted at 0, 1 and, the last, 2. Done at 1.5 (hidden by backward), 4 and 7."""
+    """The buckets are submitted at 0, 1 and 2, and are done at 1.5 (hidden by backward), 4 and 7."""
     trace, clock = traced()
     play(clock, (0, begins(trace, 8)), (1, begins(trace, 8)), (1.5, trace.end, bucket(0)))
     play(
@@ -148,7 +152,7 @@ TRAFFIC = Traffic(least_across=10.0, across=15.0, inside=20.0)
 
 
 def one_step(trace, clock, *, num_bytes=8):
-    """Two buckets in flight from 0 to 2 and from 1, where backward ends, to 5 seconds."""
+    """Record a step with buckets in flight at 0-2 and 1-5 seconds. Backward ends at 1 second."""
     start_s = clock.now_s
     for index in range(2):
         clock.now_s = start_s + index
@@ -172,7 +176,7 @@ def test_each_bucket_has_its_time_in_flight_and_links_their_bytes():
     buckets = (bucket_summary(0, 2, 4.0, 2.0), bucket_summary(1, 2, 8.0, 6.0))
     summary = trace.drain()
     assert summary == CommSummary(**counts, **links, buckets=buckets)
-    # in a checkpoint
+    # As in a checkpoint.
     assert CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
 
 
@@ -180,7 +184,7 @@ def test_the_total_is_that_of_all_windows():
     (drained, clock) = traced()
     (never, other_clock) = traced()
     summaries = []
-    for num_bytes in (8, 8, 16):  # DDP builds its buckets again after the first step
+    for num_bytes in (8, 8, 16):  # DDP rebuilds its buckets after the first step
         for trace, its_clock in ((drained, clock), (never, other_clock)):
             its_clock.now_s = 0
             one_step(trace, its_clock, num_bytes=num_bytes)
@@ -271,7 +275,7 @@ def test_no_algorithm_claims_less_than_the_least_and_two_send_no_more(
     assert result.across >= result.least_across * (1 - 1e-12)
     if algorithm in ("hierarchical", "two_level"):
         assert result.across == result.least_across
-    # All that ranks of a node have to send one another: each but one its bytes to another, and back; a ring less.
+    # The upper bound inside a node: every rank but one sends its bytes to another rank and back. A ring sends less.
     most = 2 * (max(map(len, topology.nodes)) - 1) * num_bytes
     assert (
         result.inside == most

@@ -1,8 +1,9 @@
-"""All orders of messages, losses and returns of a view change, breadth first. A state is visited once.
+"""Exhaustive exploration of a view change: every order of messages, losses and returns, breadth first.
 
-The real `ViewChange` of each host runs on channels that keep their order, as TCP's do. Optional events (losses, false
-suspicion) have a budget; where no other event is left, `verdict` is asked. A host that dies may take along what it
-sent last, each channel by itself; a cut link delivers nothing and both ends fall silent for one another.
+Each state is visited once. The real `ViewChange` of each host runs on channels that keep the order of messages, as TCP
+does. Optional events (losses and false suspicions) have a budget. When no other event is possible, the explorer calls
+`verdict`. When a host dies, any number of its last messages may be lost on each channel. A cut link delivers nothing,
+and both ends see the other as silent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from lightning_hybrid.elastic.membership.view_change import ViewChange
 
-FIN = -1  # the end of what a dead process has sent
+FIN = -1  # end of the messages of a dead process
 
 
 def key_of(letter: str) -> str:
@@ -24,23 +25,23 @@ def key_of(letter: str) -> str:
 
 
 class WrongError(AssertionError):
-    """Error for a state that must never occur. Its message holds the events that lead there."""
+    """Error for a state that must never occur. The message lists the events that lead to it."""
 
 
 class World(NamedTuple):
-    """State of all hosts and links at one moment. Machines and messages are numbers of contents in the explorer."""
+    """State of all hosts and links at one moment. Machines and messages are indices of contents in the explorer."""
 
     nodes: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]  # committed by each rank of each host
-    status: tuple[str, ...]  # "lives", "dead", "isolated"
-    channels: tuple[tuple[int, ...], ...]  # of sender * n + receiver
-    cut: frozenset  # pairs of hosts that do not hear each other
-    installed: tuple  # (number, hosts) by anybody, ever
+    status: tuple[str, ...]  # "lives", "dead" or "isolated"
+    channels: tuple[tuple[int, ...], ...]  # indexed by sender * n + receiver
+    cut: frozenset  # pairs of hosts that cannot reach each other
+    installed: tuple  # (number, hosts) of every view that any host ever installed
     budget: tuple[tuple[str, int], ...]
 
 
 def _spent(world: World, event: str) -> World:
-    """Return the world with one less of an optional event in its budget."""
+    """Return the world with one optional event fewer in its budget."""
     budget = dict(world.budget)
     budget[event] -= 1
     return world._replace(budget=tuple(sorted(budget.items())))
@@ -48,7 +49,11 @@ def _spent(world: World, event: str) -> World:
 
 @dataclass
 class Explorer:
-    """`hosts` in the first view. `joiners` ask for the run. `budget`: how many of "kill", "cut", "suspect"."""
+    """Explorer of all states of a run.
+
+    `hosts` are in the first view, and `joiners` ask to join. `budget` limits the number of "kill", "cut" and "suspect"
+    events.
+    """
 
     hosts: str
     steps: dict[str, tuple[int, ...]]
@@ -57,9 +62,9 @@ class Explorer:
     machine: Callable[..., ViewChange] = ViewChange
     min_hosts: int = 1
     is_founding: bool = False
-    are_waiting: bool = False  # the joiners have asked already
-    first: int = 0  # states after which to stop; 0: none is left out
-    cut_whole: bool = False  # a cut takes a host from all others, in place of one pair
+    are_waiting: bool = False  # the joiners have already asked
+    first: int = 0  # number of states after which to stop; 0: no limit
+    cut_whole: bool = False  # a cut separates a host from all others instead of cutting one link
 
     def __post_init__(self) -> None:
         self.keys = [key_of(letter) for letter in self.hosts + self.joiners]
@@ -68,7 +73,7 @@ class Explorer:
         self._memo: dict = {}
         self._numbers: dict[bytes, int] = {}
         self._contents: list[bytes] = []
-        self._machines: dict[tuple[int, int], ViewChange] = {}  # to look at, never to change
+        self._machines: dict[tuple[int, int], ViewChange] = {}  # read-only copies
 
     # ---- one machine -------------------------------------------------------------------------------------------------
 
@@ -95,7 +100,7 @@ class Explorer:
         return self._machines[key]
 
     def _dump(self, machine: ViewChange) -> int:
-        machine.reasons = []  # words change nothing
+        machine.reasons = []  # texts do not affect the behaviour
         values = vars(machine).items()
         ordered = {}
         for name, value in values:
@@ -122,7 +127,7 @@ class Explorer:
         return self._memo[memo]
 
     def _sent(self, receiver: str, message: dict) -> tuple[str, int, int]:
-        """Return a sending by numbers. The message loses its texts, which change nothing."""
+        """Return a send action by indices, without the message's texts, which do not affect the behaviour."""
         message = dict(message)
         if "reasons" in message:
             message["reasons"] = []
@@ -201,7 +206,7 @@ class Explorer:
         )
 
     def _check_view(self, view: dict, world: World) -> None:
-        # A host that joins has steps of its own, of another run, until it has had a view of this one.
+        # A joining host counts steps of another run until it has had a view of this one.
         with_state: list[int] = []
         without_state: list[int] = []
         for host in view["next"]:
@@ -219,7 +224,7 @@ class Explorer:
             for i in with_state
             for local, n in enumerate(world.steps[i])
         }
-        # Another may have installed it already and made its steps those of the target.
+        # Another host may have installed the view already and adopted the target as its step.
         if view["target"] < max(steps.values()) or view["target"] not in steps.values():
             raise WrongError(f"target {view['target']} of {steps}")
         if any(steps.get(donor) != view["target"] for donor in view["donors"]):
@@ -231,7 +236,7 @@ class Explorer:
             raise WrongError(f"behind {view['behind']} of {steps}")
 
     def _deliveries(self, world: World) -> Iterator[tuple[str, World]]:
-        """Yield the delivery of the first message of each channel, with the world after it."""
+        """Yield the delivery of each channel's first message, with the world after it."""
         for sender, to in product(range(self.n), repeat=2):
             queue = world.channels[sender * self.n + to]
             if queue and world.status[to] == "lives":
@@ -250,7 +255,7 @@ class Explorer:
                     )
 
     def required(self, world: World) -> Iterator[tuple[str, World]]:
-        """Yield events that must happen sometime, with the world after each."""
+        """Yield the events that must happen eventually, with the world after each."""
         yield from self._deliveries(world)
         machines = [
             self.look(world, i) if world.status[i] == "lives" else None for i in range(self.n)
@@ -279,7 +284,7 @@ class Explorer:
                     and key not in machine.lost
                 ):
                     yield f"{j} is silent for {i}", self.do(world, i, "lose", key, "silent", "w")
-            # asks for the run, and is sent to the coordinator
+            # The host asks to join and is referred to the coordinator.
             if not machine.run and len(machine.committed) == self.ranks and not self.is_founding:
                 for j, head in enumerate(machines):
                     if not head or not head.is_head():
@@ -292,7 +297,7 @@ class Explorer:
                         )
 
     def optional(self, world: World) -> Iterator[tuple[str, World]]:
-        """Yield losses that may happen and have budget left, with the world after each."""
+        """Yield the optional events that have budget left, with the world after each."""
         budget = dict(world.budget)
         living = [i for i in range(self.n) if world.status[i] == "lives"]
         if budget.get("kill"):
@@ -336,7 +341,7 @@ class Explorer:
             yield f"cut {[sorted(pair) for pair in pairs]}", after
 
     def _suspicions(self, world: World, living: list[int]) -> Iterator[tuple[str, World]]:
-        """Yield false suspicions: a host takes a living one for silent."""
+        """Yield false suspicions, in which a host considers a living host silent."""
         for i in living:
             machine = self.look(world, i)
             if not machine.run:
@@ -346,7 +351,7 @@ class Explorer:
                     yield f"{i} suspects {j}", self.do(world, i, "lose", key, "silent", "w")
 
     def _early_ends(self, world: World, living: list[int]) -> Iterator[tuple[str, World]]:
-        """Yield sums that break on a host before it has heard of a loss."""
+        """Yield all-reduces that fail on a host before it has learned of a loss."""
         gone = {
             self.keys[i]
             for i in range(self.n)
@@ -358,7 +363,7 @@ class Explorer:
                 yield f"{i}.0 comes early", self.do(world, i, "come", 0, world.steps[i][0])
 
     def with_joiners_waiting(self) -> World:
-        """Return the start once all joiners have asked, which has fewer orders than if they ask at any time."""
+        """Return the start once all joiners have asked, which has fewer orders than joiners that ask at any time."""
         world = self.start()
         for index in range(len(self.hosts), self.n):
             for local in range(self.ranks):
@@ -411,9 +416,9 @@ class Explorer:
     # ---- verdicts ------------------------------------------------------------------------------------------------
 
     def check_end(self, world: World) -> None:
-        """Check that hosts wait only for enough hosts, and that all in the run share one view of exactly them."""
+        """Check that hosts wait only if too few are alive, and that otherwise all hosts of the run share one view."""
         living = [i for i in range(self.n) if world.status[i] == "lives"]
-        going = [i for i in living if self.look(world, i).run]  # others still ask for a run
+        going = [i for i in living if self.look(world, i).run]  # the others still ask to join
         if len(going) < self.min_hosts:
             return
         for i in going:

@@ -1,4 +1,7 @@
-"""Hosts of one rank, all in this process: first meeting, joining, leaving, strangers. A closed socket is a death."""
+"""Membership of single-rank hosts in one process: first meeting, joins, exits, strangers.
+
+In these tests a closed socket stands for a death.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.ports import free_addresses
 
 
 class Hosts:
-    """Factory of hosts that share their `meet`. It records their changes and closes them."""
+    """Factory of hosts that share their `meet` addresses. It records their changes and closes them."""
 
     def __init__(self) -> None:
         self.meet = free_addresses(3).split(",")
@@ -96,7 +99,7 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
     assert (alone.hosts, alone.target, alone.store) == (("a",), 7, "of-a:1")
 
     d = hosts("d")
-    # steps of some checkpoint, which count for nothing here
+    # The steps come from some checkpoint and do not matter here.
     joining = hosts.pool.submit(d.enter, 3, timeout_s=20)
     wait_until(lambda: len(hosts.changes) == 2)
     (both,) = hosts.all("next_view", a, committed=9)
@@ -106,7 +109,7 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
 
 
 def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monkeypatch):
-    """The goodbye arrives on the leaver's connection to its peer, the end on the peer's connection to the leaver."""
+    """A planned exit is recognized even if a host handles the end of one connection before the goodbye on another."""
     ends: list[str] = []
     unread: list[Any] = []
     has_closed = Host._has_closed
@@ -117,7 +120,7 @@ def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monke
         has_closed(peer, key, address_index, is_dead)
         if not key:  # a connection to an address of `meet`
             return
-        peer.tick(time.monotonic(), is_late=False)  # one that comes at once
+        peer.tick(time.monotonic(), is_late=False)  # a tick that comes immediately
         ends.append(key)
         for transport in unread:
             transport.resume_reading()
@@ -140,13 +143,14 @@ def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monke
     b.close()
     wait_until(lambda: b._part.key in ends)
     wait_until(lambda: a._part.machine.lost.get(b._part.key) == "left")
-    time.sleep(0.5)  # two ticks: an end that waits for a goodbye is not taken for a death later
+    # two ticks: an end that waits for a goodbye must not be taken for a death later
+    time.sleep(0.5)
     assert not hosts.changes
 
 
 @pytest.mark.parametrize("still_open", ["the connection of the dead host", "the connection to it"])
 def test_a_death_that_one_connection_shows_is_a_loss_soon(hosts, still_open):
-    """The kernel of a host that has restarted answers where something is sent, and is silent elsewhere."""
+    """A restarted host's kernel resets only connections on which something is sent, so one reset must suffice."""
     a = hosts("a", max_hosts=2, silent_s=4.0)
     b = hosts("b", max_hosts=2, silent_s=4.0)
     hosts.enter(a, b)
@@ -172,14 +176,14 @@ def connections_from(leaver: Membership, *, to: Membership) -> list[Connection]:
 
 
 def open_connections(membership: Membership) -> list[Connection]:
-    """Return the connections of a host. Its other sockets listen."""
+    """Return the open connections of a host, without its listening sockets."""
     connections = [c for c in membership._part.sockets.values() if c is not None]
     return [c for c in connections if c.is_connected and c.sock.fileno() >= 0]
 
 
 def break_connection(membership: Membership, connection: Connection, error_number: int) -> None:
-    """End one connection by an error of its socket. The other end hears nothing, as on a link that is cut."""
-    # the kernel says nothing to the other end while there is a copy
+    """Fail one connection with a socket error. As on a cut link, the other end does not notice."""
+    # While a copy of the socket exists, the kernel does not close the connection to the other end.
     kept_open = connection.sock.dup()
     kept_open.set_inheritable(False)
     KEPT_OPEN.append(kept_open)
@@ -188,7 +192,7 @@ def break_connection(membership: Membership, connection: Connection, error_numbe
     )
 
 
-KEPT_OPEN: list[socket.socket] = []  # copies of sockets, until a test ends
+KEPT_OPEN: list[socket.socket] = []  # copies of sockets, kept until the test ends
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +215,7 @@ def test_hosts_wait_for_a_late_member_as_long_as_it_lives(hosts):
     a = hosts("a", max_hosts=2, silent_s=0.5)
     b = hosts("b", max_hosts=2, silent_s=0.5)
     hosts.enter(a, b)
-    # before any notice: it has seen a sum break
+    # It saw a failed all-reduce before it received any notice.
     early = hosts.pool.submit(a.next_view, 4, timeout_s=20)
     wait_until(lambda: [host for host, _ in hosts.changes] == ["b"])
     time.sleep(1.5)
@@ -244,7 +248,7 @@ def test_connections_of_strangers_are_closed_and_no_others(hosts):
     ip, _, port = a.me.address.rpartition(":")
     for request in [
         b"GET / HTTP/1.1\r\n\r\n",
-        b" " * 100_000,  # without an end
+        b" " * 100_000,  # without a line end
         b'{"kind": "hello"}\n',  # without token and key
         b"[" * 60_000 + b"\n",
     ]:
@@ -286,7 +290,7 @@ def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
     options = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
     ranks = [hosts(name, local=local, **options) for name in "ab" for local in (0, 1)]
     hosts.enter(*ranks)
-    # it waits for the first rank of its host, and that in a group for it
+    # The rank waits for the first rank of its host, which in turn waits for it in a group.
     ranks[1].end_view("no groups")
     wait_until(lambda: len(hosts.changes) == 4)
     assert {why for _, why in hosts.changes} == {"no groups"}
@@ -308,10 +312,10 @@ def test_ranks_of_a_host_hear_each_other_often_enough_and_miss_one_that_hangs(
         hosts("a", local=local, on_own_host_lost=lost[local].append, **options) for local in (0, 1)
     ]
     hosts.enter(*ranks)
-    time.sleep(2.5)  # each is lost after 1 s
+    time.sleep(2.5)  # each rank would be lost after 1 s
     assert lost == {0: [], 1: []}
     continues = threading.Event()
-    # its sockets stay open, as of a process that is stopped
+    # Its sockets stay open, like those of a stopped process.
     ranks[stopped]._part.post(continues.wait, 20)
     try:
         wait_until(lambda: lost[1 - stopped], within_s=5)
@@ -321,7 +325,7 @@ def test_ranks_of_a_host_hear_each_other_often_enough_and_miss_one_that_hangs(
 
 
 def test_a_pause_of_all_hosts_is_no_silence_of_the_others(hosts, monkeypatch):
-    """The machines are suspended or moved: every host finds its clock a minute later and has heard nobody meanwhile."""
+    """Hosts do not declare each other silent after a pause of all machines, when every clock jumps by a minute."""
     lost: list[str] = []
     options = {"ranks_per_host": 2, "max_hosts": 2, "silent_s": 1.0}
     options["on_own_host_lost"] = lost.append
@@ -330,7 +334,7 @@ def test_a_pause_of_all_hosts_is_no_silence_of_the_others(hosts, monkeypatch):
     for module in (connections, host, membership_module):
         monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + paused_s[0])
     for _ in range(3):
-        time.sleep(0.7)  # each has looked at the clock since the former pause
+        time.sleep(0.7)  # each host has read the clock since the last pause
         paused_s[0] += 60.0
     time.sleep(0.7)
     assert (hosts.changes, lost) == ([], [])
@@ -338,7 +342,7 @@ def test_a_pause_of_all_hosts_is_no_silence_of_the_others(hosts, monkeypatch):
 
 @pytest.mark.parametrize("error_number", [errno.EHOSTUNREACH, errno.ETIMEDOUT])
 def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
-    """The link is cut: each half gets an error for the other, and both live. Only one of them may continue."""
+    """When a link is cut, both hosts get an error for the other and both are alive. Only one of them may continue."""
     a = hosts("a", max_hosts=2, silent_s=0.8)
     b = hosts("b", max_hosts=2, silent_s=0.8)
     hosts.enter(a, b)
@@ -367,14 +371,16 @@ def test_an_error_of_the_network_that_passes_changes_nothing(hosts):
     for membership in (a, b):
         for connection in open_connections(membership):
             break_connection(membership, connection, errno.EHOSTUNREACH)
-    time.sleep(1.5)  # longer than the silence after which a host is lost: they have connected again
+    # longer than the silence after which a host counts as lost: they have reconnected
+    time.sleep(1.5)
     assert not hosts.changes
     assert connections_from(b, to=a), "b has not connected again"
 
 
 def test_a_process_of_another_user_cannot_pose_as_a_rank(hosts, monkeypatch):
     a = hosts("a", ranks_per_host=2, max_hosts=1, on_own_host_lost=lambda why: None)
-    path = a._settings.path  # the name follows from the user: one who knows it may still connect
+    # its name depends on the user; someone who knows the name may still connect
+    path = a._settings.path
     greeting = json.dumps({"kind": "hello", "local": 1}).encode() + b"\n"
 
     def answer_to_a_rank() -> bytes:
@@ -404,7 +410,8 @@ def test_a_forked_worker_does_not_hide_a_death(hosts):
         since_s = time.monotonic()
         b.close()
         wait_until(lambda: hosts.changes)
-        assert time.monotonic() - since_s < 1.5  # less than the silence after which it is lost too
+        # shorter than the silence after which the host would count as lost anyway
+        assert time.monotonic() - since_s < 1.5
     finally:
         os.kill(worker, 9)
         os.waitpid(worker, 0)
@@ -413,7 +420,7 @@ def test_a_forked_worker_does_not_hide_a_death(hosts):
 def test_after_a_cut_the_host_of_the_first_address_continues_and_the_other_is_isolated(
     hosts, monkeypatch
 ):
-    """Nothing arrives any more, and nothing closes: each half takes the other for silent."""
+    """On a cut that closes no connection, each half considers the other silent, and only one continues."""
     a = hosts("a", max_hosts=2, silent_s=0.5)
     b = hosts("b", max_hosts=2, silent_s=0.5)
     hosts.enter(a, b)

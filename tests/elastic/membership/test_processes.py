@@ -1,4 +1,4 @@
-"""Hosts of two processes on loopback that are killed, stopped and started: the living agree within a time limit."""
+"""Membership of hosts with two processes each. Hosts are killed, stopped and started, and the others agree in time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Cluster:
         return since_s
 
     def latest(self, host: str, local: int) -> dict:
-        """Return the latest event of a rank that is not just the news of a change."""
+        """Return the latest event of a rank other than the news of a change."""
         for event in reversed(self.events):
             is_of_rank = (event["host"], event["local"]) == (host, local)
             if is_of_rank and event["event"] != "change":
@@ -127,7 +127,7 @@ def head_of(cluster: Cluster) -> str:
 @pytest.mark.long
 @pytest.mark.clock
 def test_hosts_agree_without_killed_hosts_and_with_new_ones(cluster):
-    """The coordinator is killed, then one rank of a host alone, then two hosts at once."""
+    """Hosts agree after the coordinator, then a single rank of a host, and then two hosts at once are killed."""
     coordinator = head_of(cluster)
     remaining = [host for host in "abc" if host != coordinator]
     since_s = cluster.kill(coordinator)
@@ -156,7 +156,7 @@ def test_hosts_agree_without_a_stopped_host_which_is_isolated_once_it_continues(
 @pytest.mark.long
 @pytest.mark.clock
 def test_a_first_host_that_starts_again_joins_the_run_and_begins_no_second_one(cluster):
-    """It holds the first address of `meet` again, where nobody else waits: the run calls there."""
+    """A restarted host holds the first `meet` address again but waits there alone, so the run must contact it."""
     cluster.kill("a", "b")
     cluster.agree_on("c")
     cluster.start("a", "b")
@@ -167,7 +167,7 @@ def test_a_first_host_that_starts_again_joins_the_run_and_begins_no_second_one(c
 @pytest.mark.long
 @pytest.mark.clock
 def test_twenty_random_rounds_end_in_one_view(cluster):
-    """Hosts are killed and started, also in the middle of a change and while they join."""
+    """Hosts still agree if others are killed and started during a change or while they join."""
     seed = random.randrange(10**6)
     draw = random.Random(seed)
     living = ["a", "b", "c"]

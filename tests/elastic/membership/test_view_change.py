@@ -1,4 +1,4 @@
-"""The view change in all orders of messages and losses. Orders and forbidden states: `explore.py`."""
+"""View change under all orders of messages and losses. `explore.py` defines the orders and the forbidden states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TWO_RANKS = {"a": (3, 4), "b": (3, 3)}
 
 
 def all_go_on(explorer: Explorer, world: World) -> None:
-    """Check that the end of a process makes no other give up."""
+    """Check that the death of a process does not isolate any other host."""
     assert "isolated" not in world.status, world.status
 
 
@@ -27,7 +27,7 @@ def somebody_goes_on(explorer: Explorer, world: World) -> None:
 
 
 def no_further_verdict(explorer: Explorer, world: World) -> None:
-    """Check nothing beyond the explorer's own rules: one view of all hosts that continue, or an error."""
+    """Check only the explorer's own rules: the continuing hosts share one view, or they get an error."""
 
 
 SMALL = {
@@ -53,7 +53,7 @@ SMALL = {
         somebody_goes_on,
         {"hosts": "abc", "budget": {"cut": 1}, "cut_whole": True},
     ),
-    "a host joins two, one is cut off": (  # in the middle of it none may have the votes
+    "a host joins two, one is cut off": (  # during the join no host may have enough votes
         no_further_verdict,
         {"hosts": "ba", "joiners": "j", "budget": {"cut": 1}, "cut_whole": True},
     ),
@@ -131,7 +131,7 @@ def test_every_order_ends_in_one_view_of_all_that_go_on_large(name):
 
 
 def mutant(old: str, new: str):
-    """Return the machine with one line changed."""
+    """Return the machine with one line of its source replaced."""
     source = Path(view_change.__file__).read_text()
     assert source.count(old) == 1, old
     names: dict = {"__name__": "mutant"}
@@ -181,7 +181,10 @@ def test_a_seeded_fault_is_found(name):
 
 
 def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it_accepted():
-    """The accepted view may be installed elsewhere. The orders of three hosts do not reach this, a fourth would."""
+    """An accepted view may be installed elsewhere, so a host must not accept an older proposal.
+
+    Explorations of three hosts do not reach this state. A fourth host would be needed.
+    """
     a, b, c = map(key_of, "abc")
     machine = view_change.ViewChange(c, ranks_per_host=1, min_hosts=1, max_hosts=3)
     machine.run = "r"
@@ -211,7 +214,7 @@ def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it
 
 
 def test_a_host_that_was_silent_and_then_closed_is_dead():
-    """With it silent the other host may not go on. With it dead it may."""
+    """A host may continue if the silent other host turns out to be dead."""
     a, b = map(key_of, "ab")
     machine = in_a_view_of(a, b, me=b)
     machine.lose(a, "silent", "a is silent")
@@ -223,7 +226,10 @@ def test_a_host_that_was_silent_and_then_closed_is_dead():
 
 @pytest.mark.parametrize("how", view_change.FOR_SURE)
 def test_a_host_that_is_lost_for_sure_does_not_become_silent(how):
-    """Its votes would be missing: the others would stop although nobody else can go on."""
+    """A host that is certainly dead is not counted as silent later.
+
+    Otherwise its votes would be missing, and the others would stop although no one else can continue.
+    """
     a, b = map(key_of, "ab")
     machine = in_a_view_of(a, b, me=b)
     machine.lose(a, how, "a is gone")
@@ -233,7 +239,10 @@ def test_a_host_that_is_lost_for_sure_does_not_become_silent(how):
 
 
 def test_a_host_that_was_left_out_is_not_invited_again():
-    """Its request to join may be read late. It ends once it reads that it is out, and starts again as another host."""
+    """A late request to join from a host that was left out is ignored.
+
+    That host exits once it reads that it was left out, and restarts under another key.
+    """
     a, b, c = map(key_of, "abc")
     machine = in_a_view_of(a, b, me=a)
     machine.lose(b, "silent", "b is silent")
@@ -246,7 +255,7 @@ def test_a_host_that_was_left_out_is_not_invited_again():
 
 
 def in_a_view_of(*hosts: str, me: str) -> view_change.ViewChange:
-    """Return the machine of a host that is in a first view."""
+    """Return the machine of a host in its first view."""
     machine = view_change.ViewChange(me, ranks_per_host=1, min_hosts=1, max_hosts=3)
     machine.run = "r"
     machine.top = 0

@@ -1,6 +1,6 @@
-"""One rank that counts steps and follows the membership. Without torch, so that it starts in tenths of a second.
+"""One rank that counts steps and follows the membership. It starts in tenths of a second because it omits torch.
 
-`python worker.py HOST LOCAL RANKS MEET MIN_HOSTS MAX_HOSTS SILENT_S WAIT_S`; prints one JSON object a line.
+`python worker.py HOST LOCAL RANKS MEET MIN_HOSTS MAX_HOSTS SILENT_S WAIT_S` prints one JSON object per line.
 """
 
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def without_torch():
-    """Make the packages importable without what their `__init__` imports."""
+    """Make the packages importable without the imports of their `__init__` files."""
     for name in ("lightning_hybrid", "lightning_hybrid.comm"):
         package = types.ModuleType(name)
         package.__path__ = [str(ROOT / name.replace(".", "/"))]
@@ -30,7 +30,7 @@ def main(host, local, ranks_per_host, meet, min_hosts, max_hosts, silent_s, wait
         line = json.dumps(
             {"t": time.time(), "host": host, "local": int(local), "event": event, **more}
         )
-        os.write(1, f"{line}\n".encode())  # whole, as two threads do so
+        os.write(1, f"{line}\n".encode())  # in a single write, because two threads write
 
     def change(number, why):
         say("change", why=why)

@@ -1,1 +1,1 @@
-"""Faults in short runs, and the errors of every rank: `python -m tests.evidence.faults`."""
+"""Fault injection into short runs, with the resulting errors of every rank: `python -m tests.evidence.faults`."""

@@ -1,4 +1,4 @@
-"""Faults injected into short runs, and whether every promise holds: `python -m tests.evidence.faults`."""
+"""Program that injects faults into short runs and checks every promise: `python -m tests.evidence.faults`."""
 
 import signal
 import sys
@@ -32,9 +32,9 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/faults")
 def main(cfg: DictConfig) -> None:
-    """Run one short run for each case. Print each, write the table. Exit with status 1 where one broke."""
+    """Run each case, print its outcome and write the table. Exit with status 1 if a promise was broken."""
     launch.ignore_lightning_warnings()
-    # so that ranks that were stopped do not outlive this
+    # Makes sure that stopped ranks do not outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with launch.short_errors():
         config_check.check(cfg, KEYS)

@@ -1,7 +1,7 @@
-"""Fault: where it is injected, what is promised, how it is run, and how the outcome is judged.
+"""Description of a fault: where it is injected, what is promised, how it is run, and how the outcome is judged.
 
-Steps, phases and ranks are our choice. Waits of collectives are limited to `timeout_s`; an error may take this and what
-the status collection and a silent store cost (`ALLOWED_S`).
+Steps, phases and ranks are our choice. Collectives time out after `timeout_s`. An error may take this time, plus the
+time for collecting the status and for a silent store (`ALLOWED_S`).
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -29,13 +29,13 @@ LINE = 150
 
 @dataclass(frozen=True, kw_only=True)
 class FaultCase:
-    """Fault, where it is injected, and what is promised.
+    """Fault, the place where it is injected, and the promise.
 
     `kind`: a method of `inject.Inject`. `host_link`: arguments of `spoil_link` for the host of `rank`.
-    `mended_after_s`: when the link is whole again; None: never. `is_survived`: the run ends, with the weights of an
-    undisturbed one. Else every rank that can must end in an error that contains each of `names`, in which RANK and HOST
-    stand for the rank's number and its host's name, and none of `never_says`. `no_answer`: the rank itself cannot
-    answer. `own_names`: names in its own error; None: `names`.
+    `mended_after_s`: seconds until the link is restored, or None for never. `is_survived`: the run ends with the
+    weights of an undisturbed run. Otherwise every rank that can answer must end in an error that contains each of
+    `names` and none of `never_says`. In `names`, RANK and HOST stand for the rank's number and its host's name.
+    `no_answer`: the rank itself cannot answer. `own_names`: names in its own error, or None to use `names`.
     """
 
     fault: str
@@ -57,7 +57,7 @@ class FaultCase:
 
     @property
     def promise(self) -> str:
-        """Promise, in the words of the table."""
+        """Promise, as worded in the table."""
         if not self.is_survived:
             return "named on every rank"
         if self.no_answer:
@@ -71,10 +71,10 @@ def run_cases(
     *,
     comm_dtype_across_nodes: str | None = None,
 ) -> Generator[FaultOutcome]:
-    """Run every case once, as many at the same time as there are worlds. Yield outcomes in the order of `cases`.
+    """Run every case once, in as many worlds at the same time as given. Yield outcomes in the order of `cases`.
 
-    The first must be the run without a fault: the weights of the others are compared with its.
-    `comm_dtype_across_nodes`: of the strategy, in every case.
+    The first case must be the run without a fault, with whose weights the others are compared.
+    `comm_dtype_across_nodes` is the option of the strategy in every case.
     """
     free: SimpleQueue[OneHost] = SimpleQueue()
     for world in worlds:
@@ -96,7 +96,7 @@ def run_cases(
         for future in [pool.submit(run, case) for case in faults]:
             yield future.result()
     finally:
-        # interrupted, it waits for the cases under way: no rank is left behind
+        # If interrupted, wait for the running cases, so that no rank is left behind.
         pool.shutdown(cancel_futures=True)
 
 
@@ -107,9 +107,9 @@ def run_case(
     *,
     dtype_between_nodes: str | None = None,
 ) -> tuple[FaultOutcome, int | None]:
-    """Inject the fault. Return the outcome, and a hash of the weights where all ranks have the same.
+    """Inject the fault. Return the outcome, and a hash of the weights if they are equal on all ranks.
 
-    `weights`: hash of an undisturbed run, to be compared with. `dtype_between_nodes`: of the strategy.
+    `weights`: hash of an undisturbed run to compare with. `dtype_between_nodes`: option of the strategy.
     """
     no_answer = (case.rank,) if case.no_answer else ()
     spec = {
@@ -122,7 +122,7 @@ def run_case(
         "num_steps": case.num_steps,
         "dtype_between_nodes": dtype_between_nodes,
     }
-    # Beyond this a rank hangs: that itself breaks the promise.
+    # A rank that takes longer hangs, which itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S
     for _ in range(MOST_TRIES):
         run = world.run(
@@ -153,7 +153,7 @@ def fault_outcome(
     no_answer: Sequence[int] = (),
     weights: int | None = None,
 ) -> FaultOutcome:
-    """Judge whether the promise was held, by what the ranks wrote."""
+    """Judge from the ranks' results whether the promise was kept."""
     problems = [f"rank {rank} still ran" for rank in run.still_ran]
     words = {}
     for rank, word in enumerate(run.ranks):
@@ -198,7 +198,7 @@ def fault_outcome(
 def _not_survived(
     case: FaultCase, words: dict[int, dict[str, Any]], weights: int | None
 ) -> list[str]:
-    """List what is wrong where every rank that can should have ended as without a fault."""
+    """List the problems if every rank that can answer should have ended as without a fault."""
     problems = [f"rank {rank}: {word['error']}" for rank, word in words.items() if word["error"]]
     problems += [
         f"rank {rank} made {word['num_steps']} of {case.num_steps} steps"
@@ -214,7 +214,7 @@ def _not_survived(
 
 
 def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> list[str]:
-    """List what is wrong where every rank that can should have ended in an error that names the cause."""
+    """List the problems if every rank that can answer should have ended in an error that names the cause."""
     problems = []
     for rank, word in words.items():
         error = word["error"]
@@ -241,7 +241,7 @@ def _filled(name: str, case: FaultCase, host: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return the first `LINE` characters of an error, from where the library's own message starts.
+    """Return the first `LINE` characters of an error, from the start of the library's own message.
 
     >>> shorten("RuntimeError: [enforce fail] comm: rank 1 does not answer")
     'comm: rank 1 does not answer'

@@ -1,4 +1,4 @@
-"""Faults of ranks and links, and the promise for each: an error on every rank that names the cause. Or none."""
+"""Faults of ranks and links, each with a promise: either the run survives, or every rank names the cause."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ OVER = ("end of fit", "teardown")
 
 
 def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
-    """Return a rank of each kind: 0, which hosts the store, another of its host, another host's leader, the last.
+    """Return a rank of each kind: 0 with the store, another rank of its host, another host's leader, and the last.
 
     >>> kinds_of_rank(4, 2), kinds_of_rank(2, 2), kinds_of_rank(16, 8)
     ([0, 1, 2, 3], [0, 1], [0, 1, 8, 15])
@@ -30,7 +30,7 @@ def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
 
 
 def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
-    """Return all cases, for a world of `num_ranks`. The first is the run without a fault."""
+    """Return all cases for a world of `num_ranks`. The first is the run without a fault."""
     last = num_ranks - 1
     results = [FaultCase(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
     for phase in PHASES:
@@ -75,7 +75,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
             fault="bucket plan changes in memory",
             kind="other_plan",
             names=("rank RANK", "on host HOST"),
-            no_answer=True,  # Gloo ends a process that gets more than it asked for
+            no_answer=True,  # Gloo ends a process that receives more than it requested
             **common,
         ),
     ]
@@ -83,7 +83,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
 
 
 def _out_of_memory(rank: int, phase: str) -> FaultCase:
-    """Make the case of a rank that raises an error of memory."""
+    """Return the case of a rank that runs out of memory."""
     names: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
     if phase in OF_A_SUM:
         names = {"names": FAILED_IN_STAGE}
@@ -91,7 +91,7 @@ def _out_of_memory(rank: int, phase: str) -> FaultCase:
 
 
 def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
-    """Make the case of a rank that no longer answers."""
+    """Return the case of a rank that no longer answers."""
     common: dict[str, Any] = {
         "fault": fault,
         "kind": kind,
@@ -130,7 +130,7 @@ def cases_of_links(num_ranks: int) -> list[FaultCase]:
             fault="link 10,000 times slower",
             host_link=(("mbit_per_s", 0.01),),
             names=("link", *where),
-            # from either side: whether anything was heard in time differs from run to run
+            # Both sides may be named: whether anything was heard in time differs from run to run.
             never_says=("dead",),
             **common,
         ),

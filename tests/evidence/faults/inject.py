@@ -1,4 +1,4 @@
-"""Injection of a fault: what is done to a rank, and in which phase of its training."""
+"""Injection of a fault into a rank, in a phase of its training."""
 
 import json
 import os
@@ -17,27 +17,28 @@ from torch import Tensor, nn
 
 from lightning_hybrid.atomic_file import atomic_path
 
-MIDDLE = "net.4"  # its gradient is there in the middle of backward
+MIDDLE = "net.4"  # its gradient is ready in the middle of backward
 OF_A_SUM = ("sum, first bucket", "sum, middle bucket", "sum, last bucket")
 PHASES = (
-    "setup",  # the process group is there, the engine is not
+    "setup",  # the process group exists, but not the engine
     "forward",
     "backward",
-    *OF_A_SUM,  # in the thread of a stage: the first bucket's before its first stage, the others' before their last
+    *OF_A_SUM,  # in a stage's thread: before the first stage for the first bucket, before the last stage for others
     "update",
     "validation",
     "between epochs",
-    "end of fit",  # training is done, the engine still there
-    "teardown",  # while the engine is closed
+    "end of fit",  # training is done, the engine still exists
+    "teardown",  # while the engine closes
 )
 AT_CONSTRUCTION = ("has_another_plan",)
 """Kinds without a phase: `rank.train_rank` injects them."""
 
 
 class Inject(Callback):
-    """Callback that injects the fault of `spec`: `kind` on `rank` in `step` or later, at its `phase`. Notes when.
+    """Callback that injects the fault of `spec` and records the time.
 
-    Last in the list of callbacks, so that at the end of training the others' collectives are done.
+    The fault is `kind` on `rank`, in `step` or later, at its `phase`. The callback must be the last in the list, so
+    that at the end of training the collectives of the other callbacks are done.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -52,7 +53,7 @@ class Inject(Callback):
         self._reach(trainer, "setup", step=0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap the stages, for phases within a sum: stages run in threads of their own."""
+        """Wrap the stages for phases within an all-reduce, because stages run in separate threads."""
         if self.spec["phase"] in OF_A_SUM and self.spec["rank"] == trainer.global_rank:
             threads: Any = trainer.strategy._comm.engine._carrier  # type: ignore[attr-defined]
             threads._has_run = self._before_a_stage(trainer, threads._has_run)
@@ -74,7 +75,7 @@ class Inject(Callback):
                 if is_here[phase]:
                     self._reach(trainer, phase)
             except torch.OutOfMemoryError as error:
-                # where a stage's own errors come from, once it begins
+                # This is where errors of a running stage are raised.
                 bucket.compare_contents = partial(_raise, error)
             return has_run(stage_thread, chunk)
 
@@ -83,7 +84,7 @@ class Inject(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Reach phase `forward`. Hook a gradient for `backward`."""
+        """Reach phase `forward`, and hook a gradient for `backward`."""
         self._reach(trainer, "forward")
         if self.spec["phase"] == "backward" and self._is_now(trainer):
             middle_of(trainer).register_hook(lambda _: self._reach(trainer, "backward"))
@@ -101,10 +102,10 @@ class Inject(Callback):
         self._reach(trainer, "between epochs")
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Reach phase `end of fit`. For `teardown` wrap the watchdog's end."""
+        """Reach phase `end of fit`. For `teardown`, wrap the watchdog's end."""
         self._reach(trainer, "end of fit")
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
-            # This call is in the middle of the close of the engine, whose collectives are done.
+            # The engine calls this in the middle of its close, when its collectives are done.
             watch: Any = trainer.strategy._comm.engine._watchdog  # type: ignore[attr-defined]
             leave = watch.leave
 
@@ -133,22 +134,22 @@ class Inject(Callback):
         write_answer(self.folder / "injected.json", {"time_s": time.monotonic()})
         getattr(self, self.spec["kind"])(trainer)
 
-    # ---- of a rank ---------------------------------------------------------------------------------------------------
+    # ---- faults of a rank --------------------------------------------------------------------------------------------
 
     def nothing(self, trainer: pl.Trainer) -> None:
-        """Do nothing here, for a fault of a link or none. Give time to spoil the link."""
+        """Do nothing here, for a fault of a link or no fault. Leave time to change the link."""
         time.sleep(self.spec.get("pause_s", 0.0))
 
     def dies(self, trainer: pl.Trainer) -> None:
-        """Die as by the kernel, out of memory of the host."""
+        """Kill the process, as the kernel does when the host runs out of memory."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stops(self, trainer: pl.Trainer) -> None:
-        """Stop the whole process: a debugger, a machine that swaps."""
+        """Stop the whole process, like a debugger or a machine that swaps."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hangs(self, trainer: pl.Trainer) -> None:
-        """Block the thread of the training, or of a stage, for good: a file system, a lock."""
+        """Block the thread of training or of a stage forever, like a file system or a lock."""
         time.sleep(3600)
 
     def lags(self, trainer: pl.Trainer) -> None:
@@ -156,11 +157,11 @@ class Inject(Callback):
         time.sleep(3.0)
 
     def raises(self, trainer: pl.Trainer) -> None:
-        """Raise an error: no memory on the device."""
+        """Raise an out-of-memory error of the device."""
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
     def other_plan(self, trainer: pl.Trainer) -> None:
-        """Change the plan of buckets in memory: other chunks, which other ranks do not follow."""
+        """Change the number of chunks in the plan of buckets in memory, which other ranks do not follow."""
         engine: Any = trainer.strategy._comm.engine  # type: ignore[attr-defined]
         for key, bucket in engine._buckets.items():
             engine._buckets[key] = replace(bucket, num_chunks=bucket.num_chunks + 1)
@@ -178,6 +179,6 @@ def middle_of(trainer: pl.Trainer) -> Tensor:
 
 
 def write_answer(path: Path, answer: dict[str, Any]) -> None:
-    """Write JSON whole or not at all: another process looks for it all the time."""
+    """Write JSON atomically, because another process polls the file."""
     with atomic_path(path, has_rivals=True) as part:
         part.write_text(json.dumps(answer))

@@ -1,4 +1,4 @@
-"""Rank of a short training run with a fault."""
+"""One rank of a short training run with a fault."""
 
 import logging
 import os
@@ -25,13 +25,15 @@ NUM_FEATURES = 16
 NUM_CLASSES = 4
 WIDTH = 128
 DEPTH = 6
-BATCHES_PER_EPOCH = 4  # so that twelve steps have ends of epochs, and validations, in them
-BUCKET_BYTES = 65536  # three buckets of the 100,000 parameters in fp16: some are under way while others are made
+BATCHES_PER_EPOCH = 4  # so that twelve steps include ends of epochs and validations
+BUCKET_BYTES = (
+    65536  # three buckets for 100,000 fp16 parameters, so that some are in flight while others fill
+)
 NUM_SAMPLES = 256
 
 
 class SyntheticImages(Dataset):
-    """Dataset whose sample `i` is a pure function of `i`."""
+    """Dataset in which sample `i` is a pure function of `i`."""
 
     def __init__(self, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -64,16 +66,16 @@ class Network(pl.LightningModule):
         return F.cross_entropy(self.net(images).float(), labels)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log nothing: no collective that would reveal a missing rank."""
+        """Log nothing, because a collective would reveal a missing rank."""
         self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make SGD with momentum, so that there is state to differ."""
+        """Return SGD with momentum, so that there is state that could differ."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 def meet(folder: Path, rank: int, num_ranks: int) -> None:
-    """Wait for all ranks. A busy machine starts them apart, and their time limit is that of a fault."""
+    """Wait for all ranks. A busy machine starts them at different times, and their time limit is for the fault."""
     (folder / f"ready{rank}").touch()
     for peer in range(num_ranks):
         while not (folder / f"ready{peer}").exists():

@@ -1,4 +1,4 @@
-"""Outcomes of injected faults: one per case. A table, and JSON of all of them."""
+"""Outcomes of injected faults, one per case, as a table and as JSON."""
 
 import csv
 import sys
@@ -18,15 +18,15 @@ HEADER = ("promise", "fault", "phase", "where", "detected by", "s to the error",
 class FaultOutcome:
     """Result of one injected fault.
 
-    `promise`: what is to be true whatever happens, in a word or two. `fault`: what was done to the run. `phase`: of the
-    run, when it was done. `where`: to which rank, host or file. `detected_by`: who or what noticed, in its own words
-    where it has any. `seconds`: from the fault to the error; None where the run went on, as promised. `lost`: steps, or
-    "nothing". `is_held`: whether the promise was held, judged by the case, not by a person.
+    `promise`: what must hold in any case, in a word or two. `fault`: what was done to the run. `phase`: phase of the
+    run in which it was done. `where`: affected rank, host or file. `detected_by`: who or what noticed, with its own
+    message if it has one. `seconds`: time from the fault to the error, or None if the run continued as promised.
+    `lost`: steps, or "nothing". `is_held`: whether the promise was kept, as judged by the case and not by a person.
 
-    >>> outcome = FaultOutcome(promise="named", fault="a rank dies", phase="backward", where="rank 1",
-    ...                   detected_by="rank 0", seconds=1.26, lost="1 step", is_held=True)
-    >>> outcome.cells()[-3:]
-    ['1.3', '1 step', 'yes']
+        >>> outcome = FaultOutcome(promise="named", fault="a rank dies", phase="backward", where="rank 1",
+        ...                   detected_by="rank 0", seconds=1.26, lost="1 step", is_held=True)
+        >>> outcome.cells()[-3:]
+        ['1.3', '1 step', 'yes']
     """
 
     promise: str
@@ -50,7 +50,7 @@ class FaultOutcome:
 
 
 def markdown(outcomes: Sequence[FaultOutcome]) -> str:
-    """Format the table, and a line on how many promises were held.
+    """Format the table, and a line with the number of promises that were kept.
 
     >>> outcome = FaultOutcome(promise="p", fault="f", phase="b", where="w", detected_by="d", seconds=None, lost="-",
     ...                   is_held=False)
@@ -86,7 +86,7 @@ def write_table(
 def record(
     outcomes_to_come: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str
 ) -> None:
-    """Print each outcome and write the table as they come. Exit with status 1 where a promise was broken."""
+    """Print each outcome and update the table. Exit with status 1 if a promise was broken."""
     outcomes = list[FaultOutcome]()
     for outcome in outcomes_to_come:
         outcomes.append(outcome)
@@ -102,10 +102,10 @@ def chosen_of(
 ) -> list[Any]:
     """Return the cases whose fault is in `only` (None: all), and the run without a fault.
 
-    `part`, as in "2/16": of these every 16th, from number 2 on, and the run without a fault.
+    `part`, such as "2/16", selects every 16th of these from number 2 on, and the run without a fault.
 
     Raises:
-        ValueError: There is no such fault, or no such part.
+        ValueError: The fault or the part does not exist.
     """
     faults = dict.fromkeys(case.fault for case in cases)
     for fault in only or ():

@@ -1,4 +1,4 @@
-"""World for injected faults: ranks as processes of this machine, started in tenths of a second and always ended."""
+"""World for injected faults: ranks as processes of this machine, which start quickly and are always ended."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 class RunOutcome:
     """Result of one run.
 
-    `injected_s`: when the fault was, None where it never came to it. `ranks`: what each rank wrote at its end, None
-    where it wrote nothing. `still_ran`: ranks that had to be ended. Times are `time.time()`.
+    `injected_s`: time of the fault, or None if the run did not reach it. `ranks`: result that each rank wrote at its
+    end, or None. `still_ran`: ranks that had to be ended. Times are `time.time()`.
     """
 
     injected_s: float | None
@@ -34,12 +34,12 @@ class RunOutcome:
 
 
 class OneHost:
-    """World with all ranks on this machine, over its loopback.
+    """World with all ranks on this machine, connected by its loopback interface.
 
     Args:
         num_ranks: Number of ranks.
 
-    A world of several hosts has the same methods, `has_links` and `spoil_link`: `tests/netlab/faults.py`.
+    A world of several hosts has the same methods, with `has_links` and `spoil_link`: `tests/netlab/faults.py`.
     """
 
     has_links = False
@@ -64,15 +64,15 @@ class OneHost:
         return rank // self.ranks_per_host
 
     def host_name(self, host: int) -> str:
-        """Return the host's name as in errors."""
+        """Return the host's name as it appears in errors."""
         return socket.gethostname()
 
     def enter(self, rank: int) -> Callable[[], None]:
-        """Return what a rank's process runs first, to be on its host. It can be pickled."""
+        """Return the function that a rank's process calls first to move to its host. It can be pickled."""
         return _stay
 
     def network(self) -> dict[str, str]:
-        """Return the environment of all ranks: where they meet."""
+        """Return the environment of all ranks, with their rendezvous address."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return {
@@ -82,7 +82,7 @@ class OneHost:
             }
 
     def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
-        """Refuse: there are no links between hosts."""
+        """Raise an error, because there are no links between hosts."""
         raise NotImplementedError(
             "one host has no links: run this case with `python -m tests.netlab.faults`"
         )
@@ -111,12 +111,13 @@ class OneHost:
         no_answer: tuple[int, ...] = (),
         when_injected: Callable[[], None] | None = None,
     ) -> RunOutcome:
-        """Call `train(spec)` on every rank, in fresh processes. Return what they wrote into `spec["folder"]`.
+        """Call `train(spec)` on every rank in new processes, and return the results written to `spec["folder"]`.
 
-        Ends when all have ended but `no_answer`, those that the fault keeps from it; at the latest after
-        `limit_s`. `when_injected` runs here, once, as soon as a rank has written that the moment has come.
+        The call ends when all ranks have ended, except for the ranks in `no_answer`, which the fault may block, or
+        after `limit_s`. `when_injected` runs once in this process, as soon as a rank has reported the moment of the
+        fault.
         """
-        # The server has imported torch once: a rank then starts in tenths of a second.
+        # The server has imported torch once, so a rank starts in tenths of a second.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning_hybrid", "tests.evidence.faults.rank"])
         paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -158,7 +159,7 @@ def _wait(
     when_injected: Callable[[], None] | None,
 ) -> None:
     deadline_s = time.monotonic() + limit_s
-    # Ranks of `no_answer` are stopped or hang: to wait for them would take the whole limit.
+    # Ranks in `no_answer` are stopped or hang, so waiting for them would take the whole limit.
     asked = [process for rank, process in enumerate(processes) if rank not in no_answer]
     while any(process.is_alive() for process in asked) and time.monotonic() < deadline_s:
         if when_injected is not None and Path(folder, "injected.json").exists():
@@ -185,7 +186,7 @@ def _serve(
     environment: dict[str, str],
     enter: Callable[[], None],
 ) -> None:
-    """Be a rank's process. It exits at once: threads that still wait for a rank that is gone have nothing to report."""
+    """Run a rank's process. It exits at once, since threads that wait for a failed rank have nothing to report."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as nothing:
         for descriptor in (1, 2) if not spec.get("is_loud") else ():

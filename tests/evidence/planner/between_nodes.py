@@ -1,8 +1,9 @@
-"""Published all-reduces between nodes against the model, by class: `tests/planning/model/test_uncertainty.py`.
+"""Published all-reduces between nodes compared with the model by class: `tests/planning/model/test_uncertainty.py`.
 
-`between_nodes.csv` has rows of nccl-tests with their sources (addresses on GitHub). `before_us` is what the model said
-before NCCL's limits per channel, chunks and fabrics were in it (commit c84df1b9). Sources were halved before that
-change: a source is read where the first byte of the SHA-256 of its name is even, and unread where it is odd.
+`between_nodes.csv` contains rows of nccl-tests with their sources (addresses on GitHub). `before_us` is the prediction
+before the model included NCCL's limits per channel, chunks and fabrics (commit c84df1b9). The sources were divided into
+halves before that change. A source is in the read half if the first byte of the SHA-256 of its name is even, and in the
+unread half if it is odd.
 """
 
 import csv
@@ -30,9 +31,9 @@ SIZES = ("below 1 MiB", "1 to 64 MiB", "above 64 MiB")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow:
-    """One measured all-reduce: columns of the file, and the class of its bytes.
+    """Measured all-reduce: the columns of the file, and the size class of its bytes.
 
-    `is_unread`: its source is in the half that nothing was looked up in or fitted to.
+    `is_unread`: the source is in the half that was neither consulted nor used for a fit.
     """
 
     values: dict[str, str]
@@ -45,7 +46,7 @@ class MeasuredRow:
 
     @cached_property
     def now_s(self) -> float:
-        """Time that the model predicts today."""
+        """Time that the current model predicts."""
         return cluster_of(self).alone_s("nccl", self.num_bytes)
 
 
@@ -78,7 +79,7 @@ ALGORITHMS = {"ring": "ring", "nvlstree": "nvls_tree"}
 
 
 def cluster_of(row: MeasuredRow) -> Cluster:
-    """Describe the cluster of a row, with the algorithm and protocol that were forced or are known to have run."""
+    """Describe the cluster of a row, with the algorithm and protocol that were forced or are known to be used."""
     values = row.values
     algorithm, _, protocol = values["algo"].lower().replace("?", "").partition("/")
     choices: dict[str, Any] = {}
@@ -106,19 +107,19 @@ def cluster_of(row: MeasuredRow) -> Cluster:
 
 
 def log_error(row: MeasuredRow) -> float:
-    """Return the logarithm of measured over predicted time."""
+    """Return the logarithm of the ratio of measured and predicted time."""
     return math.log(row.time_s / row.now_s)
 
 
 def class_of(row: MeasuredRow) -> tuple[str, str]:
-    """Return the class of `model.cluster`: the fabrics that NCCL drives by verbs or the cloud's own are one."""
+    """Return the class of `model.cluster`. Fabrics that use verbs or the cloud's own library form one class."""
     if row.fabric in ("ib", "roce", "efa"):
         return "ib, roce, efa", row.size
     return row.fabric, row.size
 
 
 def interval(errors: dict[str, list[float]]) -> tuple[float, float]:
-    """Return the 10 and 90 % quantiles of the errors by source, each source of equal weight, widened."""
+    """Return the 10 % and 90 % quantiles of the errors, widened, with equal weight for each source."""
     weighted = []
     for errors_of_source in errors.values():
         weight = 1 / len(errors_of_source) / len(errors)
@@ -143,7 +144,7 @@ def errors_of(measured_rows: Iterable[MeasuredRow]) -> Errors:
 
 
 def coverage(errors_by_class: Errors) -> float:
-    """Return the share of rows within the intervals of the other sources of their class, of sources of equal weight."""
+    """Return the share of rows within the intervals of the other sources of their class, weighting sources equally."""
     held = defaultdict[str, list[bool]](list)
     for by_source in errors_by_class.values():
         for source, errors in by_source.items():

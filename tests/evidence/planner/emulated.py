@@ -1,6 +1,6 @@
-"""Simulator against measurements on the emulated cluster. `tests/recipes/test_simulate.py` looks at them.
+"""Simulator compared with measurements on the emulated cluster, as checked by `tests/recipes/test_simulate.py`.
 
-Predicts the steps of the records that the record of the check names, with the machine that was fitted there.
+It predicts the steps of the records that the record of the check lists, with the machine that was fitted there.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ RECORD = ROOT / "recipes/records/simulate/2026-11-26_check_emulated"
 STOCK = "ddp"
 COMPRESSED = "fp16_compress"
 BACKEND = "torch"
-# by count: what backward, bucket, unscaling, SGD and the half copy read and write
+# By count: bytes that backward, bucket, unscaling, SGD and the half-precision copy read and write.
 BYTES_PER_ELEMENT = 40
-BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
-GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
+BACKWARD_SHARE = 0.2  # share of these bytes before the bucket is handed over
+GLOO_THREADS = 2  # torch's default number of concurrent collectives in a group
 
 
 def cluster_of(machine: Mapping[str, float], title: str) -> Cluster:
-    """Describe the cluster in the title of a record: ranks on two cores, with the fitted times and rates of a core."""
+    """Describe the cluster in the title of a record: ranks on two cores, with fitted times and core speeds."""
     layout, rates, delay = title.partition("emulated: ")[2].split(", ")
     words = layout.split()
     described = known_clusters.cluster_of("netlab", int(words[0]))
@@ -46,7 +46,7 @@ def cluster_of(machine: Mapping[str, float], title: str) -> Cluster:
     fitted = {name: machine[name] for name in ("stage_s", "message_s", "segment_s", "ring_share")}
     latency_s = float(delay.split()[0]) / 1e6
     links = []
-    for mbit_per_s in rates.split()[0].split(","):  # of each host; a single one: of all
+    for mbit_per_s in rates.split()[0].split(","):  # one per host, or a single one for all
         bytes_per_s = float(mbit_per_s) * 1e6 / 8
         links.append(Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
     return replace(
@@ -64,7 +64,7 @@ def cluster_of(machine: Mapping[str, float], title: str) -> Cluster:
 class Checked:
     """Row of a record of measurements between hosts, in the setting of its title, with its prediction.
 
-    The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
+    The steps of the networks are from an earlier commit, in which buckets had up to 25 MiB regardless of their number.
     """
 
     record: str
@@ -79,7 +79,7 @@ class Checked:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the interval holds the measurement."""
+        """Return whether the predicted interval contains the measurement."""
         ends = bounds(cluster_of(self.machine, self.setting))
         if ends is None:
             return False
@@ -143,14 +143,14 @@ class Checked:
 
 
 def checked_of(name: str, lines: Sequence[str], machine: Mapping[str, float]) -> list[Checked]:
-    """Return every row of a record."""
+    """Return all rows of a record."""
     head, *rows = map(json.loads, lines)
     setting = head["title"].splitlines()[-1]
     return [Checked(record=name, setting=setting, row=row, machine=machine) for row in rows]
 
 
 def error_summary(checked_rows: Sequence[Checked]) -> dict[str, dict[str, float]]:
-    """Return median and worst relative error by section."""
+    """Return the median and the maximum relative error by section."""
     content = {}
     for section in ("step", "overlap", "allreduce"):
         errors = []
@@ -169,7 +169,7 @@ def error_summary(checked_rows: Sequence[Checked]) -> dict[str, dict[str, float]
 
 
 def lines_of(folder: Path) -> list[str]:
-    """Return the lines of a record, from its own file or from the one of all records of its topic."""
+    """Return the lines of a record, from its own file or from the common file of its topic."""
     path = folder / "rows.jsonl"
     if path.exists():
         return path.read_text().splitlines()
@@ -178,7 +178,7 @@ def lines_of(folder: Path) -> list[str]:
 
 
 def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
-    """Return the record of the check, and the predictions of today: on equal links, and on unequal ones."""
+    """Return the record of the check, and current predictions for equal links and for unequal links."""
     first, *lines = (RECORD / "rows.jsonl").read_text().splitlines()
     content = json.loads(first)
     machine = content["machine"]

@@ -1,7 +1,7 @@
-"""Extrapolation of sums from few nodes to more: `tests/planning/model/test_uncertainty.py`.
+"""Extrapolation of all-reduces from few nodes to more: `tests/planning/model/test_uncertainty.py`.
 
-Systems of `between_nodes.csv` with several numbers of nodes. Ratios of measured and modelled time by bytes, on the
-fewer nodes, are the curve of the cluster that predicts the others.
+The systems are those of `between_nodes.csv` with several numbers of nodes. For each system, the ratios of measured and
+modelled time by bytes on the smaller number of nodes form a curve. The cluster with this curve predicts the others.
 """
 
 import math
@@ -35,14 +35,14 @@ def runs() -> Runs:
 
 
 def calibrated(row: MeasuredRow, few: list[MeasuredRow]) -> Cluster:
-    """Describe the cluster of a row, with the curve that rows on fewer nodes give."""
+    """Describe the cluster of a row, with the curve from rows with fewer nodes."""
     curve = {small.num_bytes: small.time_s / small.now_s for small in few}
     return replace(cluster_of(row), curves={"nccl": curve})
 
 
 @cache
 def pairs() -> dict[tuple[str, int, int], list[tuple[MeasuredRow, float]]]:
-    """Return rows and logarithms of measured over calibrated time, by class, few and many nodes."""
+    """Return rows and logarithms of measured over calibrated time, by class and by small and large number of nodes."""
     result = defaultdict[tuple[str, int, int], list[tuple[MeasuredRow, float]]](list)
     for by_nodes in runs().values():
         for few, many in product(by_nodes, by_nodes):
@@ -57,7 +57,7 @@ def pairs() -> dict[tuple[str, int, int], list[tuple[MeasuredRow, float]]]:
 
 
 def errors_of_measured() -> Errors:
-    """Return errors by class of the sums that 4 nodes or more say, as far as their curve is to hold."""
+    """Return errors by class, calibrated on at least 4 nodes, within the range in which the curve should hold."""
     result: Errors = defaultdict(lambda: defaultdict(list))
     for (kind, few, many), errors in pairs().items():
         if few >= MEASURED_FROM and many <= HOLDS_TO * few:
@@ -67,7 +67,7 @@ def errors_of_measured() -> Errors:
 
 
 def median(kind: str, few: int, many: int) -> float:
-    """Return the median error of calibrated sums from 1 MiB on."""
+    """Return the median error of calibrated all-reduces of at least 1 MiB."""
     errors = []
     for row, error in pairs()[kind, few, many]:
         if row.num_bytes >= MIB:

@@ -1,4 +1,4 @@
-"""Clusters of conf/cluster and networks by name, for comparisons with what was published."""
+"""Clusters of conf/cluster and networks by name, for comparisons with published results."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ IMAGE = (3, 224, 224)
 
 
 def cluster_of(name: str, num_nodes: int) -> Cluster:
-    """Return a cluster of conf/cluster with so many nodes."""
+    """Return a cluster of conf/cluster with the given number of nodes."""
     cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
     cfg.num_nodes = num_nodes
     result: Cluster = instantiate(cfg.links)
@@ -26,7 +26,7 @@ def cluster_of(name: str, num_nodes: int) -> Cluster:
 
 
 def vgg16() -> nn.Module:
-    """Make VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556), 138,357,544 parameters.
+    """Make VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556), which has 138,357,544 parameters.
 
     >>> with torch.device("meta"):
     ...     sum(parameter.numel() for parameter in vgg16().parameters())
@@ -51,7 +51,7 @@ def vgg16() -> nn.Module:
 
 @cache
 def network(name: str) -> tuple[Layer, ...]:
-    """Return layers by name."""
+    """Return the layers of a network by name."""
     model: nn.Module
     with torch.device("meta"):
         if name == "vgg16":
@@ -73,11 +73,11 @@ def network(name: str) -> tuple[Layer, ...]:
 
 
 def num_tensors(layers: tuple[Layer, ...]) -> int:
-    """Count the parameters as tensors."""
+    """Count the parameter tensors."""
     return sum(len(layer.numels) for layer in layers)
 
 
 def bus_gb_per_s(cluster: Cluster, algorithm: str, num_bytes: float) -> float:
-    """Return what nccl-tests calls bus bandwidth: 2 (P - 1) / P of the bytes by the time."""
+    """Return the bus bandwidth as defined by nccl-tests: 2 (P - 1) / P of the bytes, divided by the time."""
     ranks = cluster.world_size
     return 2 * (ranks - 1) / ranks * num_bytes / cluster.alone_s(algorithm, num_bytes) / 1e9

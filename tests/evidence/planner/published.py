@@ -1,7 +1,7 @@
-"""Simulator against published results, nothing fitted to them. `tests/recipes/test_simulate.py` looks at them.
+"""Simulator compared with published results, without fitting, as checked by `tests/recipes/test_simulate.py`.
 
-What was published, where, and what was assumed stands in the rows of the record; here is the prediction of each, with
-the constants of conf/cluster.
+The rows of the record state the published values, sources and assumptions. This module computes the prediction of each
+row with the constants of conf/cluster.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,14 @@ Prediction = tuple[str, float]
 
 TRAIN_IMAGES = 1_281_167  # images of ImageNet
 P40_IMAGES_PER_S = 218  # at 64 images; see conf/cluster/p40_roce.yaml
-# ResNet-50 on a P100 at 32 and at 64 images, TensorFlow 1 benchmarks page
+# ResNet-50 on a P100 with 32 and with 64 images, from the TensorFlow 1 benchmarks page
 P100_32_OVER_64 = 195 / 219
-SMALL_LL_BYTES = 16384  # NCCL_LL_THRESHOLD's default in 2018
-RESNET_CUT = 76  # tensors, from the input; the article: between 76 and 77
-ALEXNET_CUT = 17  # where fully connected layers begin. The article: between 20 and 21, which is there where five
-# convolutions have weight and bias and five normalisations two tensors; here six normalisations and no bias
+SMALL_LL_BYTES = 16384  # default of NCCL_LL_THRESHOLD in 2018
+RESNET_CUT = 76  # tensors from the input; in the article, between 76 and 77
+# Fully connected layers begin here. In the article the cut is between 20 and 21, because its network has five
+# convolutions with weight and bias and five normalisations with two tensors. Here there are six normalisations and no
+# bias.
+ALEXNET_CUT = 17
 
 
 def jia(
@@ -40,7 +42,10 @@ def jia(
     cut: int | None,
     ll_up_to_bytes: int = SMALL_LL_BYTES,
 ) -> SimulatedSteps:
-    """Simulate P40s with fp16 gradients. `cut`: theirs, hierarchical in two segments. None: NCCL's ring by tensor."""
+    """Simulate P40s with fp16 gradients and their hierarchical all-reduce in two segments at `cut`.
+
+    If `cut` is None, simulate NCCL's ring for each tensor.
+    """
     cluster = cluster_of("p40_roce", num_nodes)
     layers = network(net)
     work = work_of(layers, batch_size=batch, images_per_s=images_per_s)
@@ -54,7 +59,7 @@ def jia(
 
 
 def jia_rows() -> Iterator[Prediction]:
-    """Yield the paper's cluster at 1,024 and 2,048 ranks."""
+    """Yield predictions for the paper's cluster at 1,024 and 2,048 ranks."""
     at_64 = P40_IMAGES_PER_S
     at_32 = P40_IMAGES_PER_S * P100_32_OVER_64
     steps = 90 * TRAIN_IMAGES / 65536
@@ -84,7 +89,7 @@ def jia_rows() -> Iterator[Prediction]:
 
 
 def training_rows() -> Iterator[Prediction]:
-    """Yield the scaling of whole training of others."""
+    """Yield predictions of the scaling of whole training runs of other authors."""
     cluster = cluster_of("p100_25gbe", 128)
     plan = CommPlan(bucket_bytes=64 * MIB, num_buckets=1, last_bucket_bytes=64 * MIB)
     flops = {depth: flops_per_image(network(f"resnet{depth}")) for depth in (50, 101, 152)}
@@ -118,7 +123,7 @@ def training_rows() -> Iterator[Prediction]:
 
 
 def nccl_rows() -> Iterator[Prediction]:
-    """Yield NCCL's own tests: between nodes, at the size of a bucket too, and inside a node."""
+    """Yield predictions of NCCL's own tests: between nodes, also at the size of a bucket, and inside a node."""
     h100 = replace(cluster_of("dgx_h100", 5), nics_per_node=4)
     a100 = cluster_of("dgx_a100", 2)
     hdr = replace(cluster_of("dgx_a100", 3), nics_per_node=4)
@@ -147,5 +152,5 @@ def nccl_rows() -> Iterator[Prediction]:
 
 
 def predictions() -> list[Prediction]:
-    """Return all, in the order of the record's rows."""
+    """Return all predictions in the order of the record's rows."""
     return [*jia_rows(), *training_rows(), *nccl_rows()]

@@ -1,4 +1,4 @@
-"""Samples as a cluster that is known would give them, for tests of what is fitted to samples."""
+"""Synthetic samples of a known cluster, for tests of the fit."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from lightning_hybrid.planning.model.cost import Link
 from lightning_hybrid.planning.model.cost_gloo import Gloo
 
 MESSAGES = (4, 256, 4096, 16384, 65536, 262144, 1 << 20, 1 << 22)
-SOFTWARE_S = 60e-6  # of a message, wherever it goes
+SOFTWARE_S = 60e-6  # per message on any link
 MEMORY_BYTES_PER_S = 5e9
 
 GLOO = Gloo(stage_s=1.4e-4, message_s=8e-5, segment_s=1e-4, ring_share=0.88, num_shared_cores=2)
@@ -39,11 +39,11 @@ def world_of(cluster, **options):
     return MeasuredSetup(**nodes, **(defaults | options))
 
 
-FLOW_BYTES = 1 << 26  # the largest message of the real probes
+FLOW_BYTES = 1 << 26  # maximum message size of the real probes
 
 
 def _links_of_messages(cluster, world):
-    """Return the links that a message sees, by name, with what software adds to their latency."""
+    """Return the links that a message uses by name, with the latency that software adds."""
     links = {}
     if cluster.ranks_per_node > 1:
         bytes_per_s = cluster.inside.bytes_per_s if world.on_cuda else MEMORY_BYTES_PER_S
@@ -67,7 +67,7 @@ def planted(
 ):
     """Return measurements of a known cluster.
 
-    `sums_s`: seconds of sums instead of what the model says, by algorithm and bytes.
+    `sums_s`: seconds of all-reduces by algorithm and bytes, which replace those of the model.
     """
     generator = np.random.default_rng(seed)
     times_s = {}
@@ -96,7 +96,7 @@ def planted(
             add("codec", name, ADD_BYTES, turns * ADD_BYTES / bytes_per_s)
         sums += CODED_SUMS
     for name in (backend, *ALGORITHMS):
-        sums += [(name, size) for size in SUM_BYTES if size <= 8 << 20]  # larger ones take long
+        sums += [(name, size) for size in SUM_BYTES if size <= 8 << 20]  # larger ones take too long
     for name, size in sums:
         time_s = (sums_s or {}).get((name, size))
         if time_s is None:

@@ -1,4 +1,4 @@
-"""Recovery of planted parameters with the stated confidence, and detection of data that fit no line."""
+"""Recovery of planted parameters with the stated confidence, and detection of data that no line fits."""
 
 import math
 from dataclasses import replace
@@ -44,7 +44,7 @@ def drawn(latency_s, bytes_per_s, *, seed, sizes=MESSAGES, burst=0, noise=0.05, 
 def test_intervals_hold_the_planted_values_as_often_as_they_say():
     """A true coverage of 0.9 gives 108 +- 3.3 hits of 120 links, and fewer than 96 once in 10,000 times.
 
-    A bootstrap of medians is known to be wide for few samples, so nothing is asked from above but that some miss.
+    A bootstrap of medians is known to be wide for few samples, so the upper bound only requires some misses.
     """
     generator = np.random.default_rng(7)
     hits = {"latency": 0, "rate": 0}
@@ -81,7 +81,7 @@ def test_a_burst_that_switches_store_is_found_and_noise_finds_none():
     fit = fit_line(slow)
     assert fit.burst_bytes == 16384
     assert fit.latency_s == pytest.approx(2e-4, rel=0.05)
-    # bursts of 1.5 us: none is seen
+    # Bursts of 1.5 us, which must not be detected.
     far = [fit_line(drawn(2e-3, 1e9, seed=seed)).burst_bytes for seed in range(30)]
     assert sum(burst > 0 for burst in far) <= 1
 
@@ -89,7 +89,7 @@ def test_a_burst_that_switches_store_is_found_and_noise_finds_none():
 def test_neither_latency_nor_rate_is_negative():
     falling = {size: [1e-3 / number] * 3 for number, size in enumerate(MESSAGES, 1)}
     steep = {size: [1e-9 * size**2] * 3 for size in MESSAGES}
-    # By lines alone: a rate below zero, and a latency below zero.
+    # Lines alone would give a bandwidth below zero, and a latency below zero.
     for times_s, latency_s, bytes_per_s in ((falling, 1e-3 / 6, math.inf), (steep, 0.0, 2.5e8)):
         fit = fit_line(times_s)
         assert fit.latency_s == pytest.approx(latency_s)
@@ -115,19 +115,22 @@ SHAPES = [(2, 2, 100.0, 2e-4), (2, 4, 1000.0, 2e-4), (4, 2, 1000.0, 2e-3), (4, 1
 def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
     num_nodes, ranks, mbit_per_s, latency_s
 ):
-    """Times have 2 % of noise, medians of nine 0.8 %: links within 5 %, other sums within 15 % (what software costs is
-    not determined by them, only its sum is)."""
+    """Links are recovered within 5 % and other all-reduces within 15 %.
+
+    Times have 2 % of noise, and medians of nine have 0.8 %. The all-reduces determine only the sum of the software
+    costs, and not each cost.
+    """
     truth = gloo_cluster(num_nodes, ranks, mbit_per_s=mbit_per_s, latency_s=latency_s)
     world = world_of(truth)
     result = calibrate(planted(truth, world), world)
-    # with one rank per node, software and wire cannot be separated
+    # With one rank per node, software and wire cannot be separated.
     if ranks > 1:
         software_s = 0.0
     else:
         software_s = SOFTWARE_S
     assert result.cluster.across.latency_s == pytest.approx(latency_s + software_s, rel=0.05)
     assert result.cluster.across.bytes_per_s == pytest.approx(mbit_per_s * 1e6 / 8, rel=0.05)
-    # What consent costs is the exchange less the message.
+    # The cost of consent is the exchange minus the message.
     assert result.consent_s["across"] == pytest.approx(latency_s + SOFTWARE_S, rel=0.05)
     assert ranks == 1 or result.consent_s["inside"] == pytest.approx(SOFTWARE_S, rel=0.05)
     assert result.typical_error < 0.03
@@ -140,8 +143,12 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
 
 
 def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_whose_rate_is_found():
-    """Sums of 2 and 4 MiB of one algorithm take 1.5 times what the model says, which links cannot explain, and those of
-    4 MiB in 8 bits 1.4 times; links and software are fitted to sums that go through no codec. Mutation: one ratio."""
+    """Errors of the model are kept as ratios by bytes, separately for all-reduces through a codec.
+
+    All-reduces of 2 and 4 MiB with one algorithm take 1.5 times the modelled time, and those of 4 MiB in 8 bits 1.4
+    times. Links cannot explain this. Links and software are fitted to all-reduces without a codec. The mutation to
+    detect is a single ratio.
+    """
     truth = replace(
         gloo_cluster(2, 2, mbit_per_s=100.0),
         codec=CodecRates(int8_bytes_per_s=2e9, int4_bytes_per_s=1e9),
@@ -161,7 +168,7 @@ def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_
         predicted_s = predicted_all_reduce_s(plain, "two_level", size, world)
         assert predicted_s == pytest.approx(expected_s, rel=0.03), f"{size} bytes"
     assert plain.codec.is_measured
-    # medians of nine with 2 % of noise
+    # Medians of nine samples with 2 % of noise.
     assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)
     assert plain.codec.int4_bytes_per_s == pytest.approx(1e9, rel=0.03)
     assert coded.transport == plain.transport
@@ -171,7 +178,7 @@ def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_
 
 
 def test_on_gpus_the_launch_is_what_software_adds():
-    """Sums are NCCL's model with a launch of 25 us. With as many cards as flows, the link is one card's."""
+    """All-reduces follow NCCL's model with a launch of 25 us. With one flow per card, the link is that of one card."""
     nccl = Nccl(inside="nvlink", launch_s=25e-6)
     near = Link(latency_s=0.0, bytes_per_s=2e11)
     far = Link(latency_s=5e-6, bytes_per_s=2.5e10)
@@ -236,10 +243,10 @@ def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
 
 @pytest.mark.clock
 def test_one_node_has_no_link_between_nodes_and_the_time_limit_holds(two_ranks):
-    """A tenth of a second is over before the warm-up is: hardly anything is left, and nothing waits for more."""
+    """A tenth of a second ends before the warm-up does. Hardly anything is measured, and nothing waits longer."""
     measurements, _ = two_ranks.run(measured_on_rank, 0.1, 2)
     assert "across" not in measurements.whats("ping")
-    assert measurements.took_s < 5.0  # the call that was under way at the end, on a busy machine
+    assert measurements.took_s < 5.0  # the last call before the limit, on a busy machine
 
 
 def test_one_rank_and_uneven_nodes_are_refused_before_anything_is_measured():

@@ -1,4 +1,4 @@
-"""Ranks on which links are measured agree on what to measure, and say what they have in common."""
+"""Setup of a link measurement: ranks agree on what to measure, and report their common properties."""
 
 import os
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Sums between nodes in fewer bits: bytes of the engine's own formula, time of the codec, and when they pay."""
+"""All-reduces between nodes in fewer bits: bytes of the engine's formula, codec time, and when they pay off."""
 
 import pytest
 from hypothesis import given, settings
@@ -40,7 +40,7 @@ def across_bytes(coded_cluster, algorithm, wire):
 @settings(max_examples=15)
 @given(num_nodes=st.integers(2, 6), ranks=st.integers(1, 6))
 def test_links_carry_the_bytes_that_the_engine_counts(wire, algorithm, num_nodes, ranks):
-    """tests/netlab compares that formula with the kernels' counters. Gradients here are whole blocks."""
+    """tests/netlab compares that formula with kernel counters. Gradients are whole blocks in this test."""
     result = cluster(num_nodes, ranks)
     coded = wire.num_bytes(SIZE)
     assert coded == SIZE / 2 * {8: 258, 4: 130}[wire.bits] / 256
@@ -83,7 +83,7 @@ def test_on_accelerators_every_part_of_every_node_is_a_kernel():
     rates = CodecRates.of_accelerator(4.8e12)
     assert rates.seconds(INT8, 0, 2) == pytest.approx(5 * rates.kernel_s)
     assert rates.seconds(INT8, 0, 64) == pytest.approx(133 * rates.kernel_s)
-    # fewer codes are read and written
+    # Fewer codes are read and written.
     assert rates.int4_bytes_per_s > rates.int8_bytes_per_s > 4.8e12 / 6
 
 
@@ -104,7 +104,7 @@ def test_a_measured_curve_of_sums_through_a_codec_is_theirs_alone():
     ("transport", "on_cuda"), [(FREE_GLOO, False), (NCCL, True)], ids=["gloo", "nccl"]
 )
 def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
-    """With links inside nodes as slow as these, the best plan without one is flat."""
+    """With links this slow inside nodes, the best plan without a codec is flat."""
     far = Link(latency_s=1e-6, bytes_per_s=1e10)
     near = Link(latency_s=2e-2, bytes_per_s=5e8)
     result = cluster(2, 4, transport=transport, inside=near, across=far)
@@ -154,7 +154,7 @@ def test_where_gradients_are_fp32_float16_comes_first():
 
 
 def test_averages_are_all_reduces_of_the_masters_and_of_the_momentum():
-    """8 bytes per parameter, at the rate of the link, spread over the steps in between."""
+    """An average sends 8 bytes per parameter at the link's bandwidth, spread over the steps in between."""
     result = cluster(2, 1, across=Link(latency_s=0.0, bytes_per_s=1e8))
     taken_s = average_s(8e7, result, CommPlan(), on_cuda=False)
     assert taken_s == pytest.approx(0.8, rel=0.01)

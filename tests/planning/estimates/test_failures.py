@@ -1,4 +1,4 @@
-"""Failures of a run: Daly's interval against all others, and expected times against simulated runs."""
+"""Failures of a run: Daly's interval compared with all others, and expected times compared with simulations."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ import pytest
 from lightning_hybrid.planning.estimates.failures import Failures
 
 DAY_S = 86400.0
-# GPUs, checkpoint, restart, days
+# GPUs, checkpoint, restart, days.
 JOBS = [
     (64, 5.0, 300.0, 7),
     (1024, 10.0, 600.0, 30),
@@ -42,7 +42,7 @@ def test_the_expected_time_is_the_mean_of_simulated_runs(
 
 
 def test_a_run_without_failures_takes_its_work_and_its_checkpoints():
-    """1,000 s of work have a checkpoint of 1 s for each interval."""
+    """1,000 s of work contain one checkpoint of 1 s per interval."""
     never = Failures(gpu_hours=1e12, checkpoint_s=1.0)
     assert never.restarted_s(1000.0, 1, every_s=100.0) == pytest.approx(1010.0)
     assert never.elastic_s(1000.0, 1) == pytest.approx(1000.0)
@@ -73,14 +73,14 @@ def test_a_second_of_detection_costs_what_a_second_of_the_way_back_costs():
 
 
 def test_failures_within_a_restart_are_simulated():
-    """They make each way back M (exp(b / M) - 1) seconds long in place of b, here 1.3 times."""
+    """They increase each recovery from b to M (exp(b / M) - 1) seconds, here by a factor of 1.3."""
     failures = often(detection_s=0.0, restart_s=300.0)
     simulated_s = statistics.fmean(failures.simulated_s(DAY_S, 1))
     assert simulated_s == pytest.approx(failures.restarted_s(DAY_S, 1), rel=0.02)
 
 
 def test_a_checkpoint_that_takes_longer_than_two_failures_are_apart_is_made_once_a_failure():
-    """Daly's series holds for a cost below twice the time between failures. Above, his interval is that time."""
+    """Daly's series holds for costs below twice the time between failures. Above, his interval equals that time."""
     slow = Failures(gpu_hours=100 / 3600, checkpoint_s=1000.0)
     assert slow.interval_s(1) == pytest.approx(100.0)
 

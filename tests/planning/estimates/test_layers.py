@@ -1,4 +1,4 @@
-"""Layers of a network, and the step of arithmetic that is spread over them."""
+"""Layers of a network, and the distribution of a step's arithmetic over them."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def layers(*rows: tuple[tuple[int, ...], int]) -> list[Layer]:
 
 @pytest.mark.parametrize("tied_index", [0, 1, 2])
 def test_a_layer_with_tied_weights_only_keeps_its_time(tied_index):
-    """A head that shares the weight of the embedding has no tensor of its own, and still takes time in backward."""
+    """A head that shares the embedding's weight has no tensor of its own, but takes time in backward."""
     rows = [((100,), 10), ((200, 20), 30), ((300,), 60)]
     rows[tied_index] = ((), rows[tied_index][1])
 

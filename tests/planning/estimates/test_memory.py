@@ -1,4 +1,4 @@
-"""Bytes of a rank against what was measured and published, and the order of what to try."""
+"""Memory of a rank compared with measured and published values, and the order of suggested settings."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def resnet_50():
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_bytes_per_parameter_are_those_measured_on_two_ranks(precision):
-    """Nothing is fitted but the engine's buffers, 0.1. The measured rows are in the record."""
+    """Only the engine's buffers, 0.1, are fitted. The record contains the measured rows."""
     rows = [json.loads(line) for line in (RECORD / "rows.jsonl").read_text().splitlines()[1:]]
     measured = {}
     for row in rows:
@@ -42,7 +42,7 @@ def test_bytes_per_parameter_are_those_measured_on_two_ranks(precision):
 
 
 def test_zeros_table_follows_from_dtypes():
-    """7.5 billion parameters on 64 ranks, K = 12: Rajbhandari et al. 2019, in GB."""
+    """7.5 billion parameters on 64 ranks with K = 12 match Rajbhandari et al. 2019, in GB."""
     adam = StateBytes(weights=2, gradients=2, masters=4, optimizer=8, rest=0)
     part = 1 / 64
     for shares, expected_gb in (
@@ -59,17 +59,17 @@ def test_zeros_table_follows_from_dtypes():
     [("lars", (12.1, 8.13, 6.17, 5.31)), ("lamb", (16.1, 10.14, 7.21, 5.92))],
 )
 def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
-    """ResNet-50 on 1, 2, 4 and 8 ranks per node. 3 % of it is in tensors of fewer than 8 parts."""
+    """In ResNet-50 on 1, 2, 4 and 8 ranks per node, 3 % of the parameters are in tensors of fewer than 8 parts."""
     state = StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False)
     numels = resnet_50()
     shares = [shared_share(numels, ranks) for ranks in (1, 2, 4, 8)]
     results = [state.per_parameter(state_share=share) for share in shares]
     assert results == pytest.approx(bytes_each, abs=0.006)
-    # as many parts as ranks
+    # As many parts as ranks.
     assert shared_share([3 * BLOCK + 1], 4) == 1 / 4
     assert shared_share([3 * BLOCK], 4) == 1.0
     assert results[-1] > state.per_parameter(state_share=1 / 8) + 0.1
-    # Of the world it is tensors of one block that stay.
+    # With the scope "world", tensors of one block stay whole.
     assert shared_share([BLOCK + 1], 64, is_world=True) == 1 / 64
     assert shared_share([BLOCK], 64, is_world=True) == 1.0
 
@@ -79,7 +79,7 @@ def state_of_lars(precision):
 
 
 def choices(**changes):
-    """Make choices of a hundred blocks of parameters. 8 images have 1 GB of activations, 0.2 GB of it shared."""
+    """Make choices for a hundred blocks of parameters. 8 images have 1 GB of activations, 0.2 GB of it shared."""
     defaults = {
         "states": {"32-true": state_of_lars("32-true"), "16-true": state_of_lars("16-true")},
         "activations": {
@@ -103,13 +103,13 @@ def choices(**changes):
 def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     total = 100 * BLOCK
     needs = {need.settings: need for need in choices().needs()}
-    # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
+    # Precision, batches of 8, 4, 2 and 1, sharding, and re-materialisation.
     assert len(needs) == 2 * 4 * 5 * 2
     node = "strategy.shard_update=node"
     again = "model.checkpoint_activations=true"
     all_ranks = "strategy=fsdp2"
     host = "strategy=fsdp2 strategy.offload=true"
-    world = "strategy.shard_update=world"  # its gather of 0.3 s is behind a forward of one
+    world = "strategy.shard_update=world"  # its gather of 0.3 s is hidden by a forward pass of 1 s
     expected = {
         (): (12.1 * total + 1e9, 0.0),
         ("precision=16-true",): (12.1 * total + 5.5e8, 0.0),
@@ -131,15 +131,16 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     short = choices(forward_s=0.1, activations={("16-true", False): (total, total)})
     need = short.need("16-true", 8, sharing="world")
     assert need.extra_s == pytest.approx(0.2)
-    # weights on their way, of 2 bytes, are more than 1
+    # Weights in transit, with 2 bytes, exceed 1.
     assert need.total_bytes == pytest.approx((5.1 + 2) * total)
 
 
 def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_settings_are_the_smallest_list():
     room = (12.1 * 100 * BLOCK + 6.5e8) / USABLE_SHARE
     results = [need.settings[0] for need in choices().alone(room)]
-    # Neither of the first two takes time: half of 8 images save 4e8 bytes, half precision 4.5e8. Then a second saves
-    # 6.6e8, a tenth 4.9e6, three tenths 1.4e6, on the host 3.8e6. Where all share, 5.7e6 bytes cost nothing.
+    # The first two take no time: half of 8 images saves 4e8 bytes, and half precision 4.5e8. Re-materialisation saves
+    # 6.6e8 bytes in a second, and sharding within a node 4.9e6 in 0.1 s. FSDP2 saves 1.4e6 bytes in 0.3 s, or 3.8e6
+    # with offload. With the scope "world", 5.7e6 bytes cost nothing.
     first = ["precision=16-true", "batch_size_per_rank=4", "strategy.shard_update=world"]
     of_all = ["strategy=fsdp2 strategy.offload=true", "strategy=fsdp2"]
     assert results == [

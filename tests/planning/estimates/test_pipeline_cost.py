@@ -1,4 +1,4 @@
-"""Simulated pipelines against the formulas of the papers, and against torch's own order of work."""
+"""Simulated pipelines compared with the formulas of the papers and with torch's order of work."""
 
 from itertools import pairwise
 
@@ -45,7 +45,7 @@ def test_an_even_pipeline_takes_what_the_formula_says(schedule, num_ranks, round
 def test_every_stage_does_every_micro_batch_once_after_what_it_needs(
     schedule, data, num_ranks, rounds
 ):
-    """Stages and messages of any length: nothing overlaps on a rank, nothing begins before its input has arrived."""
+    """For any durations, nothing overlaps on a rank, and nothing begins before its input has arrived."""
     per_rank = PER_RANK[schedule]
     num_micro = num_ranks * rounds
     times = st.floats(0.1, 10)
@@ -83,7 +83,7 @@ def test_every_stage_does_every_micro_batch_once_after_what_it_needs(
 
 
 def test_micro_batches_alive_are_those_that_torch_keeps():
-    """On four ranks, as measured with torch's schedules. Interleaved: halves of stages."""
+    """The counts on four ranks were measured with torch's schedules. Interleaved ones have half stages."""
     for schedule, num_micro, alive in (
         ("gpipe", 8, [8, 8, 8, 8]),
         ("1f1b", 8, [4, 3, 2, 1]),
@@ -97,7 +97,7 @@ def test_micro_batches_alive_are_those_that_torch_keeps():
 
 
 def test_gradients_are_hidden_by_the_last_backward_and_by_earlier_stages():
-    """The last stage is done first: its gradients travel while the others still work."""
+    """The last stage is done first, so its gradients travel while the other stages still work."""
     tasks = simulate_pipeline(schedule_tasks("1f1b", 2, 4), even(2))
     plain_s = pipeline_step_s(tasks, even(2))
     in_front = [even(1, gradient_s=2.5)[0], even(1)[0]]

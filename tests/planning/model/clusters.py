@@ -1,4 +1,4 @@
-"""Clusters for tests of costs and of the simulator. Round numbers, of no real hardware."""
+"""Clusters for tests of costs and of the simulator, with round numbers that match no real hardware."""
 
 from hypothesis import strategies as st
 
@@ -12,7 +12,7 @@ SLOW = Link(latency_s=1e-4, bytes_per_s=1e8)
 FREE_GLOO = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0)
 NCCL = Nccl(inside="nvlink", payload_share=1.0)
 
-BYTES = st.just(0.0) | st.floats(1.0, 1e9)  # the smallest floats there are have few digits
+BYTES = st.just(0.0) | st.floats(1.0, 1e9)  # the smallest floats have few digits
 NODES = st.integers(1, 300)
 RANKS = st.integers(1, 16)
 LINKS = st.builds(Link, latency_s=st.floats(0, 1e-2), bytes_per_s=st.floats(1e6, 1e12))

@@ -1,4 +1,4 @@
-"""The stages of every algorithm on a cluster: bytes as traffic.py counts them, and NCCL's own model."""
+"""Stages of every algorithm on a cluster: bytes as counted by traffic.py, and NCCL's own model."""
 
 import math
 
@@ -55,7 +55,7 @@ def topology_of(cluster):
 def test_links_carry_the_bytes_that_an_emulated_cluster_counts(
     algorithm, is_interleaved, num_nodes, ranks
 ):
-    """traffic.py is held to the kernels' counters by tests/netlab. Here the model is held to traffic.py."""
+    """tests/netlab compares traffic.py with kernel counters. This test compares the model with traffic.py."""
     result = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
     size = 64.0 * MIB
     stages = result.stages(algorithm, size)
@@ -76,7 +76,7 @@ OVER += [(NCCL, name) for name in (*OURS, *PEERS) if not name.startswith("gloo")
 def test_nothing_beats_the_bytes_that_must_leave_a_node(
     transport, algorithm, num_bytes, num_nodes, ranks, across
 ):
-    """For NCCL only the rate is compared, as it has latencies of its own."""
+    """For NCCL only the bandwidth is compared, because it has its own latencies."""
     if transport is NCCL:
         across = Link(latency_s=0.0, bytes_per_s=max(across.bytes_per_s, 1e8))
     result = cluster(num_nodes, ranks, transport=transport, across=across)
@@ -94,7 +94,7 @@ def test_with_one_rank_per_node_all_hierarchies_are_one(transport, num_bytes, nu
 
 
 def test_of_rings_side_by_side_one_sends_while_another_waits():
-    """One ring of these shards waits for consents half of the time. Four of them fill the link."""
+    """One ring of these shards waits for consent half of the time. Four rings fill the link."""
     slow = Link(latency_s=2e-3, bytes_per_s=12.5e6)
     result = cluster(4, 4, across=slow)
     (one_ring,) = cluster(4, 1, across=slow).stages("hierarchical", MIB / 4)
@@ -167,7 +167,7 @@ def test_impossible_clusters_links_and_algorithms_are_refused(call, message):
 
 
 FLAT = {f.__name__: f for f in (ring, halving_doubling, double_tree)}
-A_LITTLE_LESS = 1 - 1e-9  # the sums are of floats, in different orders
+A_LITTLE_LESS = 1 - 1e-9  # floats are added in different orders
 
 
 @pytest.mark.parametrize("name", FLAT)
@@ -189,7 +189,7 @@ def test_more_bytes_never_take_less_time_and_nothing_beats_the_bound_between_nod
 def test_two_levels_send_what_the_bound_says_when_each_rank_has_its_rail(
     num_bytes, num_nodes, ranks, across
 ):
-    """Each of k ranks sends 2 (N - 1) / N of its k-th. The node with k cards is at its bound."""
+    """Each of k ranks sends 2 (N - 1) / N of its k-th part, so a node with k cards reaches its bound."""
     free = Link(latency_s=0.0, bytes_per_s=math.inf)
     cost = levels(num_bytes, [(ranks, free), (num_nodes, across)])
     silent = Link(latency_s=0.0, bytes_per_s=across.bytes_per_s)

@@ -1,7 +1,7 @@
-"""NCCL's model where published rows have little of it. The rest is held to them by `test_uncertainty.py`.
+"""NCCL's model in areas with few published rows. `test_uncertainty.py` checks the rest against published rows.
 
 Source: NVIDIA/nccl 2.28, src/graph/tuning.cc, `ncclTunerConstantsDefaults`, `ncclTopoTuneModel` and
-`ncclTopoGetAlgoTime`; the hop of NVLS trees between nodes is of its main branch in June 2026.
+`ncclTopoGetAlgoTime`. The hop of NVLS trees between nodes is from its main branch in June 2026.
 """
 
 import math
@@ -37,14 +37,14 @@ def latency_us(nccl, algorithm, num_bytes=0.0, num_nodes=NODES):
 @pytest.mark.parametrize("algorithm", ["tree", "ring"])
 @pytest.mark.parametrize("inside", ["nvlink", "pci"])
 def test_hops_take_what_the_tables_say(inside, algorithm, protocol):
-    """Rings: 2 (P - 1) hops, 2 (N - 1) of them between nodes. Trees: up and down k - 1 ranks and log2 N nodes."""
+    """Rings have 2 (P - 1) hops, 2 (N - 1) of them between nodes. Trees go up and down k - 1 ranks and log2 N nodes."""
     column = PROTOCOLS.index(protocol)
     inside_us = HARDWARE_LATENCIES[inside][algorithm][column]
     across_us = HARDWARE_LATENCIES["net"][algorithm][column]
     if algorithm == "tree":
         hops_us = 2 * ((RANKS - 1) * inside_us + math.log2(NODES) * across_us)
     else:
-        overhead_us = 3.0 if protocol == "simple" else 1.0  # of a host by Intel
+        overhead_us = 3.0 if protocol == "simple" else 1.0  # of an Intel host
         num_across = 2 * (NODES - 1)
         num_inside = 2 * (NODES * RANKS - 1) - num_across
         hops_us = num_inside * max(inside_us, overhead_us) + num_across * across_us
@@ -57,7 +57,7 @@ FAST = Link(latency_s=0.0, bytes_per_s=1e15)
 
 @pytest.mark.parametrize(("num_nodes", "limit"), [(2, 57.7e9), (4, 45.5e9)])
 def test_a_channel_of_an_nvls_tree_has_a_limit_that_two_nodes_share_less(num_nodes, limit):
-    """`perChMaxNVLSTreeBws` of Hopper: eight channels of bus bandwidth, however fast the links are."""
+    """`perChMaxNVLSTreeBws` of Hopper limits the bus bandwidth to eight channels, however fast the links are."""
     nccl = Nccl(inside="nvlink", generation="hopper")
     ask = {
         "num_nodes": num_nodes,
@@ -72,7 +72,7 @@ def test_a_channel_of_an_nvls_tree_has_a_limit_that_two_nodes_share_less(num_nod
 
 
 def test_a_tree_fills_by_rounds_of_channels_and_chunks():
-    """2 x 8 H100: 16 channels of 8 heads send chunks of 128 KiB, up and down one doubling."""
+    """On 2 x 8 H100, 16 channels of 8 heads send chunks of 128 KiB up and down one doubling."""
     nccl = Nccl(inside="nvlink", generation="hopper")
     slow = Link(latency_s=0.0, bytes_per_s=1e9)
     ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": FREE, "across": slow, "num_nics": 8}
@@ -83,7 +83,7 @@ def test_a_tree_fills_by_rounds_of_channels_and_chunks():
 
 
 def test_the_plug_in_chooses_in_place_of_nccl():
-    """On p5 sums up to 31.4 MB of 16 ranks go by trees with LL128, where NCCL itself would take another."""
+    """On p5, trees with LL128 carry up to 31.4 MB on 16 ranks, where NCCL itself would choose another algorithm."""
     ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": FREE, "across": FAST, "num_nics": 8}
     of_plugin = Nccl(inside="nvlink", generation="hopper", fabric="efa", plugin="aws_p5")
     of_nccl = replace(of_plugin, plugin=None)

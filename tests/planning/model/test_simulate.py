@@ -1,4 +1,4 @@
-"""Simulated steps: what hides what, who waits for whom, and that the timeline is the real one's."""
+"""Simulated steps: overlap, waits between ranks, and a timeline in the format of the real one."""
 
 import json
 import time
@@ -53,7 +53,10 @@ def test_one_rank_alone_has_nothing_to_wait_for():
 
 
 def test_everything_waits_for_the_slowest_nodes():
-    """One node's link at a quarter: sums take what they take where all links are. Its ranks, and so do steps."""
+    """If one node's link has a quarter of the bandwidth, all-reduces take as long as if all links were slow.
+
+    Similarly, if one node's ranks are slow, steps take as long as if all ranks were.
+    """
     few = SIXTEEN.scaled(1e-6)
     many = SIXTEEN
     slow = Link(latency_s=1e-5, bytes_per_s=RDMA.bytes_per_s / 4)
@@ -70,9 +73,9 @@ def test_everything_waits_for_the_slowest_nodes():
 
 
 def test_sums_slow_the_arithmetic_beside_them_down():
-    """All but the last of 16 equal buckets run beside backward: so long an eighth of arithmetic is gone.
+    """All but the last of 16 equal buckets overlap with backward, during which an eighth of the arithmetic is lost.
 
-    Mutation: what is taken is not given back to backward.
+    The mutation to detect does not add the lost time to backward.
     """
     plan = CommPlan(num_buckets=16)
     plain = simulated(SIXTEEN, on_gpus(), plan)
@@ -130,7 +133,7 @@ def test_the_step_is_the_slowest_ranks():
 
 
 def test_more_ranks_wait_longer_for_the_slowest():
-    """The largest of n normal samples is about sqrt(2 ln n) standard deviations above the mean, from below."""
+    """The maximum of n normal samples approaches sqrt(2 ln n) standard deviations above the mean from below."""
     jitter = Jitter(relative_std=0.01)
     of_16 = jitter.slowest(16, 200).mean()
     of_4096 = jitter.slowest(4096, 200).mean()
@@ -152,7 +155,7 @@ def test_quantiles_are_of_the_steps_and_the_seed_repeats_them():
 
 @pytest.mark.clock
 def test_2048_ranks_and_100_steps_take_seconds():
-    """The promise is 10 s on one core. It took 0.2 s, and less than 1.5 with the machine busy."""
+    """The limit is 10 s on one core. It took 0.2 s, and less than 1.5 s on a busy machine."""
     began_s = time.process_time()
     ask = {"itemsize": 2, "jitter": Jitter(relative_std=0.01), "num_steps": 100}
     assert len(set(simulate(SIXTEEN, on_gpus(256, 8), PLAN, **ask).steps_s)) == 100

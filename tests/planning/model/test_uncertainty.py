@@ -1,4 +1,4 @@
-"""Intervals of predicted sums: those of the published rows, on clusters of their class and on no others."""
+"""Intervals of predicted all-reduces, derived from published rows, for clusters of the same class only."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_what_was_never_compared_has_no_interval(of_no_class):
 
 
 def test_the_intervals_are_those_of_the_published_rows():
-    """And hold 70 to 90 % of the rows of a source that was left out. From 4 nodes on those of what was measured."""
+    """They contain 70 to 90 % of the rows of a source that was left out. From 4 nodes on, measured intervals apply."""
     published = {"ib, roce, efa": VERBS, "slingshot": ERRORS["slingshot"], "tcp": ERRORS["tcp"]}
     measured = {"ib, roce, efa": MEASURED_VERBS, "slingshot": MEASURED}
     for errors, expected in (
@@ -69,12 +69,12 @@ def test_intervals_of_what_was_measured_hold_to_eight_times_the_nodes_and_widen_
 
     assert high(32, measured_nodes=4) == pytest.approx(MEASURED[2][1])
     assert high(128, measured_nodes=4) == pytest.approx(MEASURED[2][1] ** 1.5)
-    # two are a special case of trees
+    # Two nodes are a special case for trees.
     assert high(16, measured_nodes=2) == pytest.approx(ERRORS["slingshot"][2][1])
 
 
 def test_on_links_that_nobody_measured_the_library_keeps_its_plan():
-    """Mutation: the planner chooses there too."""
+    """The mutation to detect lets the planner choose on such links as well."""
     gradients = [MIB] * 64
     shape = SimpleNamespace(num_nodes=4, ranks_per_node=8)
     ask = {"itemsize": 2, "on_cuda": True}
@@ -86,7 +86,7 @@ def test_on_links_that_nobody_measured_the_library_keeps_its_plan():
 
 
 def test_the_unread_half_is_predicted_within_what_was_asked():
-    """Median 7 % above 64 MiB, 15 % from 1 MiB. Nothing is off by two."""
+    """The median error is at most 7 % above 64 MiB and 15 % from 1 MiB. No prediction is off by a factor of two."""
     largest_medians = (0.14, 0.0677)  # ln 1.15 and ln 1.07
     for size, largest_median in zip(between_nodes.SIZES[1:], largest_medians, strict=True):
         errors = []

@@ -1,4 +1,4 @@
-"""The planner's answers on memory and pipelines, for networks with numbers known by hand."""
+"""Answers of the planner on memory and pipelines, for networks with numbers known by hand."""
 
 import re
 from dataclasses import replace
@@ -52,7 +52,7 @@ def blocks_of_known(name):
 
 
 def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
-    """The same network, forward and backward: the same bytes at the peak."""
+    """The peak bytes of forward and backward are equal for the same network on both devices."""
     small = {"depth": 18, "width": 0.125, "num_classes": 10}
 
     def peak(network, images):
@@ -83,11 +83,11 @@ def test_normalisation_without_weights_is_counted(affine):
     num_bytes = step_bytes(network, IMAGE, batch_size=2, precision="32-true")
 
     output_bytes = 2 * 8 * (IMAGE[-1] - 2) ** 2 * 4
-    assert num_bytes >= 2 * output_bytes  # the outputs of both layers
+    assert num_bytes >= 2 * output_bytes  # outputs of both layers
 
 
 def test_activations_of_resnet_50_are_those_that_its_docstring_says():
-    """82 MiB per image in fp32, 30 with re-materialisation."""
+    """ResNet-50 has 82 MiB per image in fp32, and 30 MiB with re-materialisation."""
     network = on_meta(ResNet)
 
     def mib_per_image(network):
@@ -96,7 +96,7 @@ def test_activations_of_resnet_50_are_those_that_its_docstring_says():
     plain = mib_per_image(network)
     checkpointed = mib_per_image(with_checkpointing(network, is_on=True))
     assert 82 <= plain <= 1.06 * 82
-    assert 30 <= checkpointed <= 1.25 * 30  # and one block at a time, which is computed again
+    assert 30 <= checkpointed <= 1.25 * 30  # plus one block at a time, which is recomputed
     assert network.checkpoint_activations is False
     assert has_checkpointing(network)
     assert not has_checkpointing(nn.Linear(1, 1))
@@ -109,14 +109,14 @@ def test_blocks_have_all_parameters_all_flops_and_all_that_is_kept(name):
     numels = [parameter.numel() for parameter in network.parameters()]
     assert sorted(numel for block in blocks for numel in block.numels) == sorted(numels)
     assert sum(block.forward_flops for block in blocks) == forward_flops_per_image(network, IMAGE)
-    # The peak of a step has the largest gradient of a parameter too, before it is in its bucket.
+    # The peak of a step also contains the largest gradient of a parameter, before it is in its bucket.
     kept = 8 * sum(block.kept_bytes for block in blocks)
     peak = step_bytes(network, IMAGE, batch_size=8, precision="16-true")
     assert kept < peak < 1.05 * kept + 2 * max(numels)
 
 
 class Shortcut(nn.Module):
-    """A network with a connection round two of its layers."""
+    """Network with a shortcut around two of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Shortcut(nn.Module):
 
 
 def test_no_cut_goes_through_a_shortcut():
-    """Before c both b's output and the shortcut would have to be sent. Before b and before d there is one tensor."""
+    """Before c, both b's output and the shortcut would have to be sent. Before b and before d there is one tensor."""
     assert [block.name for block in traced_blocks(on_meta(Shortcut), (6,))] == ["a", "b", "d"]
 
 
@@ -220,7 +220,7 @@ def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster,
 
 
 def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
-    """Eight layers of 4096 x 4096 on one node at 1 GB/s: 268 MB of gradients, 16 kB an image between layers."""
+    """Eight layers of 4096 x 4096 on a node at 1 GB/s have 268 MB of gradients, and 16 kB per image between layers."""
     shape = (1, 64, 64)
     network = on_meta(
         lambda: nn.Sequential(nn.Flatten(), *[nn.Linear(4096, 4096) for _ in range(8)])
@@ -261,9 +261,9 @@ def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_nee
 
 
 def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
-    """Two ranks are one pipeline, in which no other rank has either stage. A second node has both once more.
+    """Two ranks form one pipeline, in which no other rank has either stage. A second node has both stages again.
 
-    A stage's million half gradients take 2 s between two nodes at 1 MB/s, and both stages share the card.
+    A stage's million half-precision gradients take 2 s between two nodes at 1 MB/s, and both stages share the card.
     """
     slow = Link(latency_s=0.0, bytes_per_s=1e6)
     two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, across=slow)
@@ -274,12 +274,12 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
     alone, *_ = pipeline_choices(one_node, blocks, STATE, usable_bytes=None)
     shared, *_ = pipeline_choices(two_nodes, blocks, STATE, usable_bytes=None)
     assert alone.step_s < 0.1
-    # of line rate, 0.94 is payload
+    # 0.94 of the line rate is payload.
     assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)
 
 
 def peaks(**options):
-    """Return the bytes at the peak of a step of 16 texts of 64 tokens: predicted, and by torch's tracker."""
+    """Return the predicted and the tracked peak bytes of a step of 16 texts with 64 tokens, by torch's tracker."""
     torch.manual_seed(0)
     with WithoutValues():
         on_meta = Bert(**options)
@@ -302,7 +302,7 @@ def peaks(**options):
 
 
 def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent():
-    """A real step on the CPU, without and with activation checkpointing. The shared embedding is counted once."""
+    """This is a real CPU step, with and without activation checkpointing. The shared embedding is counted once."""
     pytest.importorskip("transformers")
     small = {
         "num_classes": 1000,
@@ -323,7 +323,7 @@ def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent(
 
 
 def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_hold_it():
-    """All hidden states cross a cut, and between both stages the embedding's gradient once a step."""
+    """All hidden states cross a cut, and the gradient of the embedding passes between both stages once per step."""
     pytest.importorskip("transformers")
     small = {
         "num_classes": 1000,
@@ -368,7 +368,7 @@ def test_the_answer_orders_what_to_try(monkeypatch):
         ("model.checkpoint_activations=true", True),
     ]
     more_time_percent = float(tried[-1][2].rstrip("%"))
-    # A forward, of a step that waits a little for gradients.
+    # One forward pass of a step that waits a little for gradients.
     assert 30 < more_time_percent < 100 / 3
     assert re.search(
         r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)",
@@ -392,9 +392,9 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
     )
 
 
-@pytest.mark.long  # of the whole step: the test of BERT's peak, above
+@pytest.mark.long  # the test of BERT's peak above covers the whole step
 def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
-    """The answer's bytes and the tracker's differ by less than 5 % for a small BERT."""
+    """The answer and torch's tracker differ by less than 5 % for a small BERT."""
     pytest.importorskip("transformers")
     small = "num_classes=1000 hidden_size=64 num_hidden_layers=3 num_attention_heads=2 intermediate_size=256"
     ask = [

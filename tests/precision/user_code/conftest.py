@@ -1,4 +1,4 @@
-"""Fixtures for code of users: a check against `ddp` in fp32, whose results are computed once in a session."""
+"""Fixtures for user code: comparisons with `ddp` in fp32, whose results are computed once per session."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run a file's tests on one rank before those on two: each change of the number makes a process group anew."""
+    """Run a file's tests on one rank before those on two, because each new world size recreates the process group."""
     own_indices = [index for index, item in enumerate(items) if item.path.parent == FOLDER]
     own_items = sorted((items[index] for index in own_indices), key=file_and_world_size)
     for index, item in zip(own_indices, own_items, strict=True):
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def file_and_world_size(item: pytest.Item) -> tuple[str, int]:
-    """Return the file of a test, and the number of ranks on which it runs."""
+    """Return the file of a test and the number of ranks on which it runs."""
     assert isinstance(item, pytest.Function)
     if hasattr(item, "callspec"):
         parameters = item.callspec.params
@@ -48,7 +48,7 @@ class Comparison:
         self._references: dict[tuple[Any, int], list[Outcome]] = {}
 
     def run(self, user_code: Any, strategy: str, world_size: int, precision: str) -> list[Outcome]:
-        """Return what the case leaves on each rank. Ranks that hang or die have this as their error."""
+        """Return the outcome of the case on each rank. The error of an outcome says whether ranks hung or died."""
         setup = Setup(strategy=strategy, precision=precision, folder=self._new_folder())
         program = train
         if issubclass(class_of(user_code), FabricLoop):
@@ -59,7 +59,7 @@ class Comparison:
             return [Outcome(error=str(error)) for _ in range(world_size)]
 
     def reference(self, user_code: Any, world_size: int) -> list[Outcome]:
-        """Return what the case leaves under `ddp` in fp32, where it must do what it says."""
+        """Return the outcome of the case under `ddp` in fp32, which must keep the promises of the case."""
         key = (repr(user_code), world_size)
         if key not in self._references:
             self._references[key] = self.run(user_code, "ddp", world_size, "32-true")
@@ -68,7 +68,7 @@ class Comparison:
         return reference
 
     def assert_as_under_ddp(self, user_code: Any, world_size: int, precision: str) -> list[Outcome]:
-        """Fail with all that differs from `ddp`, or return what the case leaves."""
+        """Fail with all differences from `ddp`, or return the outcome of the case."""
         reference = self.reference(user_code, world_size)
         outcomes = self.run(user_code, "hybrid_allreduce", world_size, precision)
         faults = differences(class_of(user_code), precision, reference, outcomes)
@@ -78,5 +78,5 @@ class Comparison:
 
 @pytest.fixture(scope="session")
 def comparison(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """A comparison with `ddp` whose references last for the session."""
+    """Return a comparison with `ddp` whose references are kept for the session."""
     return Comparison(rank_pool, lambda: str(tmp_path_factory.mktemp("user_code")))

@@ -1,10 +1,10 @@
-"""Code of users run under `ddp` in fp32 and under `hybrid_allreduce`, and the comparison of what they leave.
+"""User code under `ddp` in fp32 and under `hybrid_allreduce`, and the comparison of the outcomes.
 
-A case is a LightningModule with the user's code in its hooks and callbacks, or a loop of Fabric. It keeps what it sees:
+A case is a LightningModule with user code in its hooks and callbacks, or a Fabric loop. It records its observations:
 
 * `losses`, and `readings` such as gradients, agree within the bound of the precision.
-* `facts` agree to the bit. A fact that is a bool is a promise, which `ddp` must keep as well.
-* Weights agree within the bound too, or to the bit where `is_exact`: only fp32 code of the user wrote them.
+* `facts` agree bit for bit. A boolean fact is a promise that `ddp` must keep as well.
+* Weights agree within the bound, or bit for bit with `is_exact`, if only fp32 user code wrote them.
 * Every rank has different data, and all ranks end with equal weights.
 """
 
@@ -53,7 +53,7 @@ FIRST_SCALE = 2.0**8
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Strategy and precision that a case runs under, and the folder for its files."""
+    """Strategy and precision of a run, and the folder for its files."""
 
     strategy: str
     precision: str
@@ -62,7 +62,7 @@ class Setup:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """State of one rank when a case has ended."""
+    """State of one rank at the end of a case."""
 
     error: str = ""
     losses: list[float] = field(default_factory=list)
@@ -77,9 +77,10 @@ class Outcome:
 
 
 def small_net() -> nn.Sequential:
-    """Return a classifier of two layers, with the same weights in every process.
+    """Return a two-layer classifier with the same weights in every process.
 
-    It is smooth: a kink, as of ReLU, would turn the rounding of one activation into another gradient.
+    It is smooth, because a kink such as that of ReLU would turn the rounding error of an activation into another
+    gradient.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -94,12 +95,12 @@ def num_ranks() -> int:
 
 
 def is_on_last_rank() -> bool:
-    """Return whether this is the rank that does what the others do not."""
+    """Return whether this is the last rank, which behaves differently from the others in some cases."""
     return this_rank() == num_ranks() - 1
 
 
 class UserCode(pl.LightningModule):
-    """A small classifier, to which each case adds the code of a user."""
+    """Small classifier, to which each case adds user code."""
 
     epochs = 2
     num_batches = 3
@@ -118,7 +119,7 @@ class UserCode(pl.LightningModule):
         self.build()
 
     def build(self) -> None:
-        """Make the layers."""
+        """Create the layers."""
         self.net = small_net()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class UserCode(pl.LightningModule):
         return F.cross_entropy(self(images), targets)
 
     def noted_loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch, and keep its value."""
+        """Return the loss of a batch, and record its value."""
         loss = self.loss(batch)
         self.outcome.losses.append(loss.item())
         return loss
@@ -141,19 +142,19 @@ class UserCode(pl.LightningModule):
         return self.noted_loss(batch)
 
     def configure_optimizers(self) -> Any:
-        """Train all parameters by plain SGD."""
+        """Train all parameters with plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        """Return the loader, to which Lightning adds a sampler that gives each rank its own samples."""
+        """Return the loader. Lightning adds a sampler that gives each rank its own samples."""
         return toy.loader(self.num_batches * self.batch_size * num_ranks(), self.batch_size)
 
 
 class Validated(UserCode):
-    """A classifier with a validation batch in each epoch."""
+    """Classifier with a validation batch in each epoch."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Keep the loss."""
+        """Record the loss."""
         self.outcome.validation_losses.append(self.loss(batch).item())
 
     def val_dataloader(self) -> Any:
@@ -162,7 +163,7 @@ class Validated(UserCode):
 
 
 class Manual(UserCode):
-    """A classifier with manual optimization: one backward and one step in each batch."""
+    """Classifier with manual optimization: one backward pass and one step in each batch."""
 
     automatic_optimization = False
 
@@ -175,12 +176,12 @@ class Manual(UserCode):
 
 
 class Frozen(UserCode):
-    """A classifier with a learning rate of zero: only the user's code writes its weights."""
+    """Classifier with a learning rate of zero, so that only user code writes its weights."""
 
     is_exact = True
 
     def configure_optimizers(self) -> Any:
-        """Compute gradients and steps that change nothing."""
+        """Return an optimizer that computes gradients and steps without an effect."""
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
@@ -205,7 +206,7 @@ def dtypes_of_gradients(module: nn.Module) -> list[torch.dtype]:
 
 
 def copies_of_gradients(module: nn.Module) -> list[Tensor]:
-    """Return copies of the gradients that are there."""
+    """Return copies of all gradients that are set."""
     return [
         parameter.grad.detach().clone()
         for parameter in module.parameters()
@@ -217,7 +218,7 @@ def copies_of_gradients(module: nn.Module) -> list[Tensor]:
 
 
 def strategy_of(user_code: UserCode, setup: Setup) -> Any:
-    """Return the Trainer's strategy with its defaults, and with the options of the case."""
+    """Return the Trainer's strategy with its defaults and the options of the case."""
     if setup.strategy == "ddp":
         return DDPStrategy(**user_code.ddp_options)
     if setup.precision == "16-true":
@@ -247,13 +248,13 @@ def trainer_of(user_code: UserCode, setup: Setup, **settings: Any) -> pl.Trainer
 
 
 def class_of(case: Any) -> Any:
-    """Return the class of a case, which may be a `partial` with arguments of its constructor."""
+    """Return the class of a case, which may be a `partial` with constructor arguments."""
     return getattr(case, "func", case)
 
 
 @contextmanager
 def without_warnings(case: Any) -> Iterator[None]:
-    """Ignore the warnings that a case brings about under `ddp` as well."""
+    """Ignore the warnings that a case also causes under `ddp`."""
     with warnings.catch_warnings():
         for message in class_of(case).ignored_warnings:
             warnings.filterwarnings("ignore", message)
@@ -261,7 +262,7 @@ def without_warnings(case: Any) -> Iterator[None]:
 
 
 def train(make_user_code: Callable[[], UserCode], setup: Setup) -> Outcome:
-    """Fit a case on this rank and return what it leaves, an error included."""
+    """Fit a case on this rank and return the outcome, including an error."""
     torch.manual_seed(0)
     with without_warnings(make_user_code):
         user_code = make_user_code()
@@ -289,7 +290,7 @@ def run(trainer: pl.Trainer, user_code: UserCode) -> None:
 
 
 class FabricLoop:
-    """Base of loops of Fabric: subclasses write `run`, which trains `self.net`."""
+    """Base class of Fabric loops. Subclasses write `run`, which trains `self.net`."""
 
     epochs = 2
     num_batches = 3
@@ -304,17 +305,17 @@ class FabricLoop:
         self.folder = ""
 
     def run(self, fabric: Fabric) -> None:
-        """Train, by the loop of a user."""
+        """Train with a user's loop."""
         raise NotImplementedError
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the batches of this rank, for all epochs."""
+        """Return the batches of this rank for all epochs."""
         samples = toy.Blobs(self.num_batches * 8 * num_ranks())
         own_samples = Subset(samples, range(this_rank(), len(samples), num_ranks()))
         return list(DataLoader(own_samples, batch_size=8)) * self.epochs
 
     def noted(self, loss: Tensor) -> Tensor:
-        """Return the loss, and keep its value."""
+        """Return the loss, and record its value."""
         self.outcome.losses.append(loss.item())
         return loss
 
@@ -337,7 +338,7 @@ def fabric_of(loop: FabricLoop, setup: Setup) -> Fabric:
 
 
 def run_loop(make_loop: Callable[[], FabricLoop], setup: Setup) -> Outcome:
-    """Run a loop of Fabric on this rank and return what it leaves, an error included."""
+    """Run a Fabric loop on this rank and return the outcome, including an error."""
     loop = make_loop()
     loop.folder = setup.folder
     outcome = loop.outcome
@@ -356,7 +357,7 @@ def run_loop(make_loop: Callable[[], FabricLoop], setup: Setup) -> Outcome:
 
 
 def described(error: BaseException) -> str:
-    """Return type, message, notes and place of an error."""
+    """Return type, message, notes and location of an error."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -368,7 +369,7 @@ def described(error: BaseException) -> str:
 
 
 def leave_the_group() -> None:
-    """Close the connections of this rank, so that a rank that waits in a collective learns of the error."""
+    """Close the connections of this rank, so that ranks that wait in a collective get an error."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -377,7 +378,7 @@ def leave_the_group() -> None:
 
 
 def faults_of_reference(case: Any, outcomes: list[Outcome]) -> list[str]:
-    """Return reasons for which `ddp` in fp32 is no reference for this case."""
+    """Return the reasons why `ddp` in fp32 cannot be the reference for this case."""
     faults = []
     for rank, outcome in enumerate(outcomes):
         if not is_expected_error(case, outcome):
@@ -400,7 +401,7 @@ def faults_of_reference(case: Any, outcomes: list[Outcome]) -> list[str]:
 def differences(
     case: Any, precision: str, reference: list[Outcome], outcomes: list[Outcome]
 ) -> list[str]:
-    """Return what differs from `ddp` in fp32 by more than rounding, and what differs between ranks."""
+    """Return the differences from `ddp` in fp32 beyond rounding, and the differences between ranks."""
     faults = []
     for rank, outcome in enumerate(outcomes):
         if not is_expected_error(case, outcome):
@@ -424,14 +425,14 @@ def differences(
 
 
 def is_expected_error(case: Any, outcome: Outcome) -> bool:
-    """Return whether the outcome has the error that the case raises, or none where it raises none."""
+    """Return whether the outcome has the expected error of the case, or no error if none is expected."""
     if case.raises:
         return case.raises in outcome.error
     return not outcome.error
 
 
 def differences_of_facts(expected: Outcome, outcome: Outcome) -> list[str]:
-    """Return the facts that are not equal to the bit."""
+    """Return the facts that are not equal bit for bit."""
     faults = []
     for name in sorted(expected.facts.keys() | outcome.facts.keys()):
         fact = outcome.facts.get(name)
@@ -453,7 +454,7 @@ def differences_of_losses(precision: str, expected: Outcome, outcome: Outcome) -
         elif len(theirs) > 0:
             bound = ROUNDINGS * UNIT[precision] * float(theirs.abs().max())
             gap = float((ours - theirs).abs().max())
-            if not gap <= bound:  # also where it is nan
+            if not gap <= bound:  # also true for nan
                 faults.append(
                     f"{name}: {gap:.3g} from those of ddp, allowed {bound:.3g}: {ours.tolist()}"
                 )
@@ -461,7 +462,7 @@ def differences_of_losses(precision: str, expected: Outcome, outcome: Outcome) -
 
 
 def differences_of_readings(precision: str, expected: Outcome, outcome: Outcome) -> list[str]:
-    """Return the readings with another dtype, or too far from those under `ddp` for their norm."""
+    """Return the readings with another dtype, or whose distance from `ddp` is too large for their norm."""
     faults = []
     for name in sorted(expected.readings.keys() | outcome.readings.keys()):
         theirs = expected.readings.get(name, [])
@@ -482,7 +483,7 @@ def differences_of_readings(precision: str, expected: Outcome, outcome: Outcome)
 def differences_of_weights(
     case: Any, precision: str, expected: Outcome, outcome: Outcome
 ) -> list[str]:
-    """Return the weights that are too far from those under `ddp` for the way that these went, or have another dtype."""
+    """Return the weights with another dtype, or whose distance from `ddp` is too large for the distance trained."""
     if expected.weights.keys() != outcome.weights.keys():
         return [
             f"weights: {sorted(expected.weights.keys() ^ outcome.weights.keys())} under one strategy only"
@@ -505,7 +506,7 @@ def differences_of_weights(
 
 
 def distance(start: dict[str, Tensor], end: dict[str, Tensor]) -> float:
-    """Return the distance of all weights between two states, as one number."""
+    """Return the Euclidean distance of all weights between two states."""
     names = [name for name in start if name in end and start[name].shape == end[name].shape]
     return math.sqrt(sum(norm(end[name].double() - start[name].double()) ** 2 for name in names))
 
@@ -525,7 +526,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def shortened(value: Any) -> str:
-    """Return a representation that fits a line or two."""
+    """Return a representation of at most a line or two."""
     text = repr(value)
     if len(text) < 300:
         return text
@@ -547,10 +548,10 @@ def in_half_precision(
     """Return a mark that runs a test in both half precisions, on one rank and on two.
 
     Args:
-        usual_world_size: ranks of the run in fp16 that is not long: two where ranks have to agree on something. The
-            other one is in bf16 on one rank.
-        world_sizes: numbers of ranks for which the case makes sense.
-        precisions: the precisions in which it does.
+        usual_world_size: Number of ranks of the fp16 run that is not marked long. Use two if ranks have to agree on
+            something. The bf16 run that is not marked long has the smallest world size.
+        world_sizes: Numbers of ranks for which the case makes sense.
+        precisions: Precisions in which the case makes sense.
     """
     usual = {(usual_world_size, "16-true"), (min(world_sizes), "bf16-true")}
     setups = []
@@ -567,7 +568,7 @@ def in_half_precision(
 
 
 def in_every_precision() -> pytest.MarkDecorator:
-    """Return a mark that runs a test in fp32 as well, where the promise is not about half precision."""
+    """Return a mark that also runs a test in fp32, for promises that do not concern half precision."""
     setups = [
         pytest.param(2, "32-true", id="2-32-true"),
         *in_half_precision(usual_world_size=2).args[1],
@@ -583,7 +584,7 @@ def code_of_users(*cases: Any) -> pytest.MarkDecorator:
 
 
 def name_of(case: Any) -> str:
-    """Return the name of a class, with the arguments that a `partial` gives it."""
+    """Return the name of a class, with the arguments of a `partial`."""
     if isinstance(case, partial):
         arguments = [*case.args, *case.keywords.values()]
         return "-".join(

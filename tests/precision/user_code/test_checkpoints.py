@@ -1,4 +1,4 @@
-"""Files, copies and weights after an error are fp32 with all digits, and a run continues from them bit for bit."""
+"""Files, copies and weights after an error, which are exact fp32, and runs that resume from them bit for bit."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ from tests.precision.user_code.support import (
 from tests.precision.user_code.test_gradients import FailsInBackward
 from tests.scenes import same
 
-# ---- files that users write ------------------------------------------------------------------------------------------
+# ---- files written by users ------------------------------------------------------------------------------------------
 
 
 def data_of_parameters(module):
@@ -56,7 +56,7 @@ def numpy_arrays(module):
 
 
 class SavesWhatItTrains(UserCode):
-    """Writes the trained parameters alone into checkpoints, as users of LoRA do who freeze the backbone."""
+    """Module that saves only the trained parameters, as users of LoRA with a frozen backbone do."""
 
     num_batches = 4
     epochs = 3
@@ -82,7 +82,7 @@ class SavesWhatItTrains(UserCode):
 
 
 class SavesByStateDict(SavesWhatItTrains):
-    """Overrides `state_dict` itself, which then holds the parameters."""
+    """Module that overrides `state_dict`, which then contains the trained parameters."""
 
     def __init__(self):
         super().__init__(collect=None)
@@ -95,7 +95,7 @@ class SavesByStateDict(SavesWhatItTrains):
 
 
 class SavesAfterAnEpoch(pl.Callback):
-    """Saves a checkpoint when the first epoch ends, and keeps what the weights are by then."""
+    """Callback that saves a checkpoint when the first epoch ends, and keeps the weights at that time."""
 
     def __init__(self, path):
         self.path = path
@@ -110,13 +110,13 @@ class SavesAfterAnEpoch(pl.Callback):
 
 
 def continue_from_a_file(make_user_code, setup):
-    """Return the trained weights of a run, those of a run that continues from its file, and those of the file."""
+    """Return the trained weights of a run, of a run that resumes from its file, and the weights in the file."""
     path = f"{setup.folder}/first_epoch.ckpt"
     saves = SavesAfterAnEpoch(path)
     whole = make_user_code()
     trainer_of(whole, setup, callbacks=[saves]).fit(whole)
 
-    torch.manual_seed(5)  # whatever a new process begins with
+    torch.manual_seed(5)  # any seed of a new process
     continued = make_user_code()
     with torch.no_grad():
         for parameter in continued.net.parameters():
@@ -204,7 +204,7 @@ def by_loading_elsewhere(module, folder):
 
 
 class CopiesInsideAStep(Frozen):
-    """Takes copies of its weights in `training_step`, before and after the forward."""
+    """Module that copies its weights in `training_step`, before and after the forward pass."""
 
     epochs = 1
     num_batches = 1
@@ -245,7 +245,7 @@ COPIES = [
 
 
 class TrainsACopyInsideAStep(UserCode):
-    """Takes small steps on a copy of the network in `training_step`, as MAML does."""
+    """Module that takes small steps on a copy of the network in `training_step`, as MAML does."""
 
     def training_step(self, batch, batch_idx):
         images, targets = batch
@@ -261,7 +261,7 @@ class TrainsACopyInsideAStep(UserCode):
 
 
 class ReadsWhileWeightsAreExchanged(Validated, Frozen):
-    """Exchanges weights for a moment inside of a step, takes a copy of them, and puts the trained ones back."""
+    """Module that replaces its weights for a moment inside of a step, copies them, and restores the trained ones."""
 
     ignored_warnings = ("`net.0.weight` was written inside",)
 
@@ -313,7 +313,7 @@ def test_copies_made_inside_a_step_are_fp32_with_all_digits(
 
 
 class NotesWeights(pl.Callback):
-    """Notes the weights that user code finds when an error has ended the fit, and those of the file."""
+    """Callback that records the weights that user code finds after an error ended the fit, and those of the file."""
 
     def on_exception(self, trainer, module, exception):
         facts = module.outcome.facts
@@ -326,7 +326,7 @@ class NotesWeights(pl.Callback):
 
 
 class Breaks(Validated, Frozen):
-    """Fails in one of its hooks, in the second batch."""
+    """Module that fails in one of its hooks in the second batch."""
 
     settings = {"val_check_interval": 1}
     raises = "the user's bug"
@@ -380,7 +380,7 @@ class BreaksInBackward(FailsInBackward):
 
 
 class BreaksByHand(Manual, Frozen):
-    """Fails in `training_step` of manual optimization, after a backward."""
+    """Module that fails in `training_step` of manual optimization after a backward pass."""
 
     raises = "the user's bug"
 
@@ -394,7 +394,7 @@ class BreaksByHand(Manual, Frozen):
 
 
 class IsInterrupted(Breaks):
-    """Ctrl-C in the middle of a step."""
+    """Module that is interrupted by Ctrl-C in the middle of a step."""
 
     raises = "SystemExit"
 
@@ -424,7 +424,7 @@ HOOKS = [
 def test_after_an_error_weights_and_file_are_fp32_with_all_digits(
     comparison, user_code, world_size, precision
 ):
-    """Its learning rate is 0, so that they are those of the start."""
+    """The learning rate is 0, so the weights must equal the initial ones."""
     (outcome,) = comparison.assert_as_under_ddp(user_code, world_size, precision)
     assert same(outcome.facts["weights in on_exception"], outcome.start)
     assert same(outcome.facts["weights in the file"], outcome.start)

@@ -1,4 +1,4 @@
-"""Loops of Fabric: the weights, gradients and files of a user's own loop are those of `ddp` in fp32."""
+"""Fabric loops: weights, gradients and files of a user's own loop equal those of `ddp` in fp32."""
 
 import copy
 from functools import partial
@@ -26,7 +26,7 @@ from tests.scenes import same
 
 
 class Loop(FabricLoop):
-    """A plain loop, between whose statements subclasses have code of their own."""
+    """Plain loop with hooks between its statements, in which subclasses run their code."""
 
     def make_optimizer(self):
         return SGD(self.net.parameters(), lr=0.1, momentum=0.5)
@@ -63,7 +63,7 @@ class Loop(FabricLoop):
 
 
 class FrozenLoop(Loop):
-    """A loop with a learning rate of 0: only the user's code writes weights."""
+    """Loop with a learning rate of 0, so that only user code writes weights."""
 
     is_exact = True
 
@@ -75,7 +75,7 @@ class FrozenLoop(Loop):
 
 
 class SavesItsAverage(Loop):
-    """Puts an average in the place of the weights, saves it, and goes on from the trained weights."""
+    """Loop that replaces the weights by an average, saves it, and continues from the trained weights."""
 
     def run(self, fabric):
         self.average = copy.deepcopy(self.net)
@@ -105,7 +105,7 @@ class SavesItsAverage(Loop):
 
 
 class ExchangesWeights(FrozenLoop):
-    """Zeroes weights, reads the state, and puts the weights back."""
+    """Loop that zeroes the weights, reads the state, and restores the weights."""
 
     def after_step(self):
         kept = [parameter.data.clone() for parameter in self.net.parameters()]
@@ -117,7 +117,7 @@ class ExchangesWeights(FrozenLoop):
 
 
 class WritesWeights(FrozenLoop):
-    """Writes weights in all the ways, between steps."""
+    """Loop that writes weights in every possible way between steps."""
 
     def after_step(self):
         self.net[0].weight.data[self.number] = 1 / 3
@@ -141,7 +141,7 @@ class ClampsWeights(Loop):
 
 
 class CallsParts(FrozenLoop):
-    """Calls the network without Fabric's wrapper, and a layer of it, between steps."""
+    """Loop that calls the network without Fabric's wrapper, and one of its layers, between steps."""
 
     def after_step(self):
         images = torch.linspace(-1, 1, 24).reshape(2, 12)
@@ -151,7 +151,7 @@ class CallsParts(FrozenLoop):
 
 
 class SeesFp32(Loop):
-    """Notes dtypes and gradients between the statements of the loop, and uses hooks on a parameter."""
+    """Loop that records dtypes and gradients between its statements, and uses a hook on a parameter."""
 
     def run(self, fabric):
         self.kept_list = list(self.net.parameters())
@@ -194,11 +194,11 @@ def test_weights_between_the_statements_of_a_loop_are_fp32(
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- terms of the loss that are computed from weights ----------------------------------------------------------------
+# ---- loss terms that are computed from weights -----------------------------------------------------------------------
 
 
 class PenalisesWeights(Loop):
-    """Adds a term in the square of the weights, which are listed in one of three ways."""
+    """Loop that penalises the squared weights, which it lists in one of three ways."""
 
     def __init__(self, source):
         super().__init__()
@@ -221,7 +221,7 @@ class PenalisesWeights(Loop):
 
 
 class PenalisesOneWeight(PenalisesWeights):
-    """The term reaches one layer alone."""
+    """Loop whose penalty reaches only one layer."""
 
     def __init__(self):
         super().__init__("a list")
@@ -231,7 +231,7 @@ class PenalisesOneWeight(PenalisesWeights):
 
 
 class PenalisesWeightsOnOneRank(PenalisesWeights):
-    """The last rank alone adds the term, as where a part of the data has it."""
+    """Loop in which only the last rank adds the penalty, as if it applied to a part of the data."""
 
     def __init__(self):
         super().__init__("the network")
@@ -243,7 +243,7 @@ class PenalisesWeightsOnOneRank(PenalisesWeights):
 
 
 class PenalisesWeightsWhileItAccumulates(PenalisesWeights):
-    """A term in every micro-batch, which ranks average in the last one."""
+    """Loop with a penalty in every micro-batch, which ranks average in the last one."""
 
     def __init__(self):
         super().__init__("the wrapper")
@@ -260,7 +260,7 @@ class PenalisesWeightsWhileItAccumulates(PenalisesWeights):
 
 
 class StaysNearTheStart(Loop):
-    """A proximal term of distances to the start, in a backward of its own before that of the loss."""
+    """Loop with a proximal term of distances to the start, in a separate backward pass before that of the loss."""
 
     def run(self, fabric):
         self.start = [parameter.detach().clone() for parameter in self.net.parameters()]
@@ -275,7 +275,7 @@ class StaysNearTheStart(Loop):
 
 
 class CallsTheNetWithoutTheWrapper(Loop):
-    """A term of consistency from the network itself, of which Fabric knows nothing."""
+    """Loop with a consistency term from the unwrapped network, which Fabric does not know."""
 
     def loss_of(self, batch):
         images, _ = batch
@@ -304,7 +304,7 @@ def test_a_term_computed_from_weights_is_in_the_averaged_gradients(
 
 
 class AddsGradientsOfTwoLosses(Loop):
-    """Keeps the gradients of two losses by reference, and steps with their sum."""
+    """Loop that keeps the gradients of two losses by reference, and steps with their sum."""
 
     def run(self, fabric):
         self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
@@ -325,7 +325,7 @@ class AddsGradientsOfTwoLosses(Loop):
 
 
 class KeepsGradients(Loop):
-    """Keeps gradients by reference from step to step."""
+    """Loop that keeps gradients by reference from step to step."""
 
     def run(self, fabric):
         self.kept = []
@@ -364,7 +364,7 @@ class ClipsAndWritesGradients(Loop):
 
 
 class ComputesGradientsByHand(Loop):
-    """Sets `p.grad` from `torch.autograd.grad`. It is of this rank alone, so one rank it is."""
+    """Loop that sets `p.grad` from `torch.autograd.grad`, which is local, so it runs on one rank."""
 
     def run(self, fabric):
         self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
@@ -379,7 +379,7 @@ class ComputesGradientsByHand(Loop):
 
 
 class DropsMicrobatches(Loop):
-    """Zeroes gradients within a step of three micro-batches, in one of the ways."""
+    """Loop that zeroes gradients within a step of three micro-batches, in one of several ways."""
 
     def __init__(self, way):
         super().__init__()
@@ -408,7 +408,7 @@ class DropsMicrobatches(Loop):
 
 
 class CatchesAnError(Loop):
-    """The backward of a micro-batch fails on one rank, which drops those before it, or does not."""
+    """Loop in which the backward pass of a micro-batch fails on one rank, which may drop the earlier micro-batches."""
 
     def __init__(self, is_dropped):
         super().__init__()
@@ -436,7 +436,7 @@ class CatchesAnError(Loop):
 
 
 class ForwardsTwice(Loop):
-    """Two forwards before one backward."""
+    """Loop with two forward passes before one backward pass."""
 
     def loss_of(self, batch):
         images, targets = batch
@@ -461,7 +461,7 @@ def test_a_step_of_the_loop_has_the_gradients_of_its_backwards(
 
 
 class AsksTorchForGradients(Loop):
-    """Asks torch for the gradients of a forward of Fabric's wrapper, and takes None for those of unused parameters."""
+    """Loop that calls `torch.autograd.grad` on the wrapper's output and allows None for unused parameters."""
 
     def run(self, fabric):
         self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
@@ -475,7 +475,7 @@ class AsksTorchForGradients(Loop):
 
 @in_half_precision(world_sizes=(1,))
 def test_gradients_of_the_wrapper_by_torch_are_right_or_an_error(comparison, world_size, precision):
-    """Under mixed precision it is an error of Lightning's, who wants `fabric.backward`."""
+    """Under mixed precision Lightning raises an error, because it requires `fabric.backward`."""
     comparison.reference(AsksTorchForGradients, world_size)
     (outcome,) = comparison.run(AsksTorchForGradients, "hybrid_allreduce", world_size, precision)
     if not outcome.error:
@@ -494,7 +494,7 @@ def test_gradients_computed_by_hand_in_a_loop_are_stepped_with(
 
 
 class RollsBack(Loop):
-    """Goes back to an earlier state of network and optimizer."""
+    """Loop that restores an earlier state of network and optimizer."""
 
     def make_optimizer(self):
         return Adam(self.net.parameters(), lr=3e-3)
@@ -518,7 +518,7 @@ class RollsBack(Loop):
 
 
 class Sharpness(Loop):
-    """Sharpness-aware minimisation with a closure."""
+    """Loop of sharpness-aware minimisation with a closure."""
 
     def make_optimizer(self):
         return Sam(self.net.parameters(), lr=0.1)
@@ -537,7 +537,7 @@ class Sharpness(Loop):
 
 
 class SharpnessByHand(Loop):
-    """Moves weights along the gradient and back, with a backward there."""
+    """Loop that moves the weights along the gradient and back, with a backward pass in between."""
 
     def run(self, fabric):
         self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
@@ -561,7 +561,7 @@ class SharpnessByHand(Loop):
 
 
 class WithoutSchedule(Loop):
-    """A schedule-free optimizer, which moves weights for evaluation and back."""
+    """Loop with a schedule-free optimizer, which moves the weights for evaluation and back."""
 
     def make_optimizer(self):
         return ScheduleFree(self.net.parameters(), lr=0.2)
@@ -577,7 +577,7 @@ class WithoutSchedule(Loop):
 
 
 class UpdatesWeightsByHand(Loop):
-    """Writes the update itself, in steps that half precision would round away."""
+    """Loop that writes the update itself, in steps that half precision would round away."""
 
     num_batches = 6
 
@@ -592,14 +592,14 @@ class UpdatesWeightsByHand(Loop):
 
 
 class Decoder(nn.Sequential):
-    """A network whose loss is computed by a method of its own."""
+    """Network with a method that computes its loss."""
 
     def decode(self, images):
         return 2 * self(images)
 
 
 class CallsAMarkedMethod(Loop):
-    """Calls a method that Fabric knows as a forward."""
+    """Loop that calls a method that is marked as a forward method for Fabric."""
 
     def __init__(self):
         super().__init__()
@@ -615,7 +615,7 @@ class CallsAMarkedMethod(Loop):
 
 
 class StepsTwoOptimizers(Loop):
-    """An optimizer for each layer, one of which clips values."""
+    """Loop with an optimizer for each layer, one of which clips values."""
 
     def run(self, fabric):
         first = SGD(self.net[0].parameters(), lr=0.1)
@@ -631,7 +631,7 @@ class StepsTwoOptimizers(Loop):
 
 
 class LoadsAnEarlierFile(Loop):
-    """Goes back to a file in the middle of the loop."""
+    """Loop that loads an earlier file in the middle."""
 
     def after_step(self):
         state = {"model": self.model, "optimizer": self.optimizer}
@@ -642,7 +642,7 @@ class LoadsAnEarlierFile(Loop):
 
 
 class TrainsTwoNetworks(Loop):
-    """A generator and a critic, whose weights are clamped."""
+    """Loop with a generator and a critic, whose weights are clamped."""
 
     def run(self, fabric):
         with torch.random.fork_rng():
@@ -684,7 +684,7 @@ def test_optimizers_of_a_loop_step_on_fp32_weights(comparison, user_code, world_
 
 
 class QuasiNewton(Loop):
-    """LBFGS on one batch, whose loss it brings close to zero."""
+    """Loop of LBFGS on one batch, whose loss it brings close to zero."""
 
     def run(self, fabric):
         optimizer = torch.optim.LBFGS(self.net.parameters(), lr=0.3, max_iter=4, history_size=4)

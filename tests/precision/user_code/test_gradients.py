@@ -1,4 +1,4 @@
-"""Gradients are the user's own: fp32, unscaled, in `p.grad` alone, and gone when the user drops them."""
+"""Gradients as user code sees them: fp32, unscaled, stored only in `p.grad`, and gone when the user drops them."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -24,11 +24,11 @@ from tests.precision.user_code.support import (
 )
 from tests.toy import NUM_CLASSES, NUM_FEATURES
 
-# ---- gradients of a step that the user ends or empties ---------------------------------------------------------------
+# ---- gradients of a step that the user ends or clears ----------------------------------------------------------------
 
 
 class LeavesTheEpochWithinAStep(UserCode):
-    """The first step of the next epoch has its own micro-batches alone."""
+    """Module that ends an epoch within a step. The next epoch's first step must use only its own micro-batches."""
 
     settings = {"accumulate_grad_batches": 2}
     num_batches = 4
@@ -63,7 +63,7 @@ def zero_in_place(module):
 
 
 class ZeroesWithinAStep(UserCode):
-    """Drops what the first two of four micro-batches brought."""
+    """Module that drops the gradients of the first two of four micro-batches."""
 
     settings = {"accumulate_grad_batches": 4}
     num_batches = 4
@@ -78,7 +78,7 @@ class ZeroesWithinAStep(UserCode):
 
 
 class DropsABadBatch(UserCode):
-    """Drops gradients in `on_after_backward` where a batch is bad, on one rank alone."""
+    """Module that drops gradients in `on_after_backward` for a bad batch, on one rank only."""
 
     settings = {"accumulate_grad_batches": 4}
     num_batches = 4
@@ -90,7 +90,7 @@ class DropsABadBatch(UserCode):
 
 
 class LimitsABadBatch(UserCode):
-    """Clips what has been accumulated in the middle of a step."""
+    """Module that clips accumulated gradients in the middle of a step."""
 
     settings = {"accumulate_grad_batches": 3}
 
@@ -99,7 +99,7 @@ class LimitsABadBatch(UserCode):
 
 
 class TakesTheIterator(UserCode):
-    """Lightning zeroes gradients between micro-batches of such a step, under `ddp` as well."""
+    """Module that takes the iterator. Lightning then zeroes gradients between micro-batches, under `ddp` as well."""
 
     settings = {"accumulate_grad_batches": 2}
     ignored_warnings = ("Found `dataloader_iter` argument", "You are using the `dataloader_iter`")
@@ -110,7 +110,7 @@ class TakesTheIterator(UserCode):
 
 
 class SkipsABatch(UserCode):
-    """Returns None for a batch within a step of three. Lightning allows that on one rank only."""
+    """Module that returns None for a batch within a step of three, which Lightning allows only in single-rank runs."""
 
     settings = {"accumulate_grad_batches": 3}
     num_batches = 6
@@ -151,7 +151,7 @@ def test_a_batch_without_loss_is_left_out_of_its_step(comparison, user_code, wor
 
 
 class AddsGradientsOfTwoLosses(Manual):
-    """Keeps the gradients of two losses by reference and steps with their sum, as PCGrad does."""
+    """Module that keeps the gradients of two losses by reference and steps with their sum, as PCGrad does."""
 
     def losses_of(self, batch):
         images, targets = batch
@@ -172,7 +172,7 @@ class AddsGradientsOfTwoLosses(Manual):
 
 
 class KeepsGradientsOfAllSteps(UserCode):
-    """Keeps gradients by reference from step to step, as measures of gradient noise do."""
+    """Module that keeps gradients by reference from step to step, as measures of gradient noise do."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class KeepsGradientsOfAllSteps(UserCode):
 
 
 class DetachesGradients(UserCode):
-    """Zeroes gradients as `Optimizer.zero_grad` once did."""
+    """Module that zeroes gradients as older versions of `Optimizer.zero_grad` did."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         for parameter in self.parameters():
@@ -206,7 +206,7 @@ def test_a_gradient_that_the_user_holds_stays_what_it_is(
 
 
 class HalvesGradients(UserCode):
-    """Writes gradients in place after backward, and replaces them before the step."""
+    """Module that writes gradients in place after backward, and replaces them before the step."""
 
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
@@ -220,7 +220,7 @@ class HalvesGradients(UserCode):
 
 
 class StartsFromAGradient(UserCode):
-    """Begins each backward with a gradient of the user's own, which differs between ranks: DDP averages the sum."""
+    """Module that sets gradients before each backward pass. They differ between ranks, and DDP averages the sum."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         for parameter in self.parameters():
@@ -228,7 +228,7 @@ class StartsFromAGradient(UserCode):
 
 
 class KeepsHalfOfTheLastGradient(UserCode):
-    """Never zeroes gradients: a momentum that needs no memory."""
+    """Module that never zeroes gradients but halves them, which gives momentum without extra memory."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         for parameter in self.parameters():
@@ -237,7 +237,7 @@ class KeepsHalfOfTheLastGradient(UserCode):
 
 
 class UsesALayerOnOneRank(UserCode):
-    """A branch of the network that the last rank alone takes, in some batches."""
+    """Module with a branch that only the last rank uses, in some batches."""
 
     ddp_options = {"find_unused_parameters": True}
     settings = {"accumulate_grad_batches": 2}
@@ -257,7 +257,7 @@ class UsesALayerOnOneRank(UserCode):
 
 
 class UsesHeadsInTurns(Manual):
-    """Two backwards before a step, each of which reaches another head."""
+    """Module with two backward passes before a step, each of which reaches another head."""
 
     ddp_options = {"find_unused_parameters": True}
 
@@ -289,7 +289,7 @@ def in_fp32(gradient):
 
 
 class ComputesGradientsByHand(Manual):
-    """Sets `p.grad` from `torch.autograd.grad`, without `manual_backward`."""
+    """Module that sets `p.grad` from `torch.autograd.grad`, without `manual_backward`."""
 
     def __init__(self, convert):
         super().__init__()
@@ -334,11 +334,11 @@ def test_gradients_computed_by_hand_are_taken_in_their_own_dtype(
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- what hooks see --------------------------------------------------------------------------------------------------
+# ---- gradients in hooks ----------------------------------------------------------------------------------------------
 
 
 class SeesGradients(UserCode):
-    """Notes dtypes and copies of gradients in each hook from `on_after_backward` on."""
+    """Module that records dtypes and copies of gradients in each hook from `on_after_backward` on."""
 
     num_batches = 4
 
@@ -376,7 +376,7 @@ class SeesGradients(UserCode):
 
 
 class LooksAfterTheStepOnly(UserCode):
-    """Logs gradients in `on_train_batch_end`: no earlier hook tells that somebody will look."""
+    """Module that logs gradients in `on_train_batch_end`. No earlier hook shows that it will read them."""
 
     def __init__(self, make_optimizer):
         super().__init__()
@@ -419,7 +419,7 @@ def test_every_hook_after_backward_sees_fp32_unscaled_gradients(
 
 
 class LooksLater(UserCode):
-    """Base of those who read gradients in a hook between a step and the next zeroing of gradients."""
+    """Base class of modules that read gradients in a hook between a step and the next zeroing."""
 
     def __init__(self, make_optimizer):
         super().__init__()
@@ -505,7 +505,7 @@ def test_gradients_stay_after_the_step_until_they_are_zeroed(
 def test_gradients_that_a_step_has_used_unseen_are_none_and_never_scaled(
     comparison, user_code, world_size, precision
 ):
-    """LARS and LAMB take gradients in half precision if no hook up to `on_train_batch_end` can see them."""
+    """LARS and LAMB use half-precision gradients if no hook up to `on_train_batch_end` can see them."""
     comparison.reference(user_code, world_size)
     (outcome,) = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
     if outcome.facts != {"dtypes of gradients": []}:
@@ -513,7 +513,7 @@ def test_gradients_that_a_step_has_used_unseen_are_none_and_never_scaled(
 
 
 class HooksOnParameters(UserCode):
-    """Hooks of tensors, set in the constructor and when training starts, one of which is removed."""
+    """Module with tensor hooks, set in the constructor and when training starts, one of which is removed."""
 
     def __init__(self):
         super().__init__()
@@ -554,7 +554,7 @@ def test_hooks_on_parameters_run_once_in_each_backward(
 
 
 class FailsInBackward(torch.autograd.Function):
-    """The identity, with a backward that fails as one that runs out of memory."""
+    """Identity function whose backward fails, as if it ran out of memory."""
 
     @staticmethod
     def forward(ctx, loss):
@@ -566,7 +566,7 @@ class FailsInBackward(torch.autograd.Function):
 
 
 class AccumulatesByHand(Manual):
-    """Sums up the gradients of three micro-batches, and averages over ranks in the last one."""
+    """Module that accumulates gradients of three micro-batches, and averages over ranks in the last one."""
 
     def training_step(self, batch, batch_idx):
         is_last = batch_idx % 3 == 2
@@ -585,7 +585,7 @@ class AccumulatesByHand(Manual):
 
 
 class CatchesAnErrorWithinAStep(AccumulatesByHand):
-    """Drops the micro-batches so far where the backward of one fails."""
+    """Module that drops the previous micro-batches if the backward pass of one fails."""
 
     def backward_of(self, loss, batch_idx):
         if batch_idx % 3 != 1:
@@ -605,7 +605,7 @@ class CatchesAnErrorOnOneRank(CatchesAnErrorWithinAStep):
 
 
 class CatchesAnErrorAndKeepsTheRest(CatchesAnErrorWithinAStep):
-    """Goes without the failed micro-batch, with the gradients of the others."""
+    """Module that continues without the failed micro-batch and keeps the gradients of the others."""
 
     def backward_of(self, loss, batch_idx):
         if batch_idx % 3 != 1:
@@ -616,7 +616,7 @@ class CatchesAnErrorAndKeepsTheRest(CatchesAnErrorWithinAStep):
 
 
 class CatchesAnErrorOfTheWholeStep(Manual):
-    """Skips a batch whose backward fails on all ranks."""
+    """Module that skips a batch whose backward pass fails on all ranks."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx != 1:
@@ -632,7 +632,7 @@ class StaticGraphByHand(Manual):
 
 
 class SeesGradientsByHand(Manual):
-    """Reads, clips and logs gradients right after `manual_backward`, within `training_step`."""
+    """Module that reads, clips and logs gradients right after `manual_backward`, within `training_step`."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()

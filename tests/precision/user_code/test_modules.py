@@ -1,4 +1,4 @@
-"""Networks of users: shared parameters, parts called outside of steps, scripts, pruning, operations of one dtype."""
+"""Networks of users: shared parameters, parts called outside of steps, scripts, pruning, single-dtype operations."""
 
 import threading
 from functools import partial
@@ -24,11 +24,11 @@ from tests.precision.user_code.support import (
 )
 from tests.toy import NUM_CLASSES, NUM_FEATURES
 
-# ---- parameters that several modules hold ----------------------------------------------------------------------------
+# ---- parameters that several modules share ---------------------------------------------------------------------------
 
 
 class TiedHead(UserCode):
-    """An embedding whose weight is that of the head too, one of which is to stay fp32."""
+    """Module whose head shares the weight of an embedding. One of the two has to stay fp32."""
 
     def __init__(self, kept_type, head_comes_first):
         self.head_comes_first = head_comes_first
@@ -55,7 +55,7 @@ class TiedHead(UserCode):
 
 
 class SharedNormalisation(UserCode):
-    """A module of the user's own holds the weight of a normalisation layer too."""
+    """Module in which a user's submodule shares the weight of a normalisation layer."""
 
     class Penalty(nn.Module):
         def __init__(self, weight):
@@ -77,7 +77,7 @@ class SharedNormalisation(UserCode):
 
 
 class SharedParametrization(UserCode):
-    """A module of the user's own holds what a weight is computed from."""
+    """Module in which a user's submodule shares a parameter from which a weight is computed."""
 
     def build(self):
         super().build()
@@ -91,7 +91,7 @@ class SharedParametrization(UserCode):
 
 
 class TiedLate(UserCode):
-    """A new layer takes the weight of another one when training starts."""
+    """Module that adds a layer with the weight of another one when training starts."""
 
     def on_train_start(self):
         self.late = nn.Linear(NUM_FEATURES, 16, bias=False)
@@ -124,7 +124,7 @@ def test_a_shared_parameter_is_in_fp32_where_one_of_its_places_is(
 
 
 class AutoEncoder(nn.Module):
-    """A network of a library, with methods of its own."""
+    """Network as from a library, with additional methods."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class AutoEncoder(nn.Module):
 
 
 class CallsParts(UserCode):
-    """Calls its network, parts of parts and methods of parts in all hooks that are outside of a step."""
+    """Module that calls its network, nested parts and their methods in all hooks outside of a step."""
 
     is_exact = True
 
@@ -210,7 +210,7 @@ class CallsPartsInACallback(CallsParts):
 
 
 class Episodes(IterableDataset):
-    """Samples that the policy has chosen: it runs in the loader, between steps."""
+    """Samples that the policy chooses. It runs in the loader, between steps."""
 
     def __init__(self, module):
         self.module = module
@@ -226,7 +226,7 @@ class Episodes(IterableDataset):
 
 
 class PlaysInTheLoader(CallsParts):
-    """Reinforcement learning as Lightning's users write it: the policy in the loader."""
+    """Reinforcement learning as users of Lightning write it, with the policy in the loader."""
 
     epochs = 1
 
@@ -246,7 +246,7 @@ def test_parts_called_outside_of_a_step_compute_in_fp32(
 
 
 class CallsInAThread(CallsParts):
-    """A thread of the user's own calls a part while a training step runs."""
+    """Module with a user's thread that calls a part while a training step runs."""
 
     def __init__(self, part):
         super().__init__()
@@ -280,7 +280,7 @@ class CallsInAThread(CallsParts):
 def test_a_thread_that_calls_a_part_in_a_step_computes_in_fp32_or_is_refused(
     comparison, user_code, world_size, precision
 ):
-    """The module and its children name the thread. Deeper layers meet torch's own error about dtypes."""
+    """The error of the module and its children names the thread. Deeper layers raise torch's error about dtypes."""
     (reference,) = comparison.reference(user_code, world_size)
     (outcome,) = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
     assert not outcome.error
@@ -306,7 +306,7 @@ class Encoder(nn.Module):
 
 
 class TrainsAScript(UserCode):
-    """A scripted part, made in the constructor."""
+    """Module with a scripted part that is created in the constructor."""
 
     def build(self):
         super().build()
@@ -319,7 +319,7 @@ class TrainsAScript(UserCode):
 
 
 class ExportsScripts(Frozen):
-    """Scripts, traces and exports the network in hooks, and runs the results."""
+    """Module that scripts, traces and exports the network in hooks, and runs the results."""
 
     ignored_warnings = (".*torch.jit", "`LightningModule.to_torchscript` has been deprecated")
 
@@ -340,7 +340,7 @@ class ExportsScripts(Frozen):
 @in_half_precision(precisions=("16-true",))
 @code_of_users(TrainsAScript)
 def test_a_scripted_part_trains(comparison, user_code, world_size, precision):
-    """In one precision alone: a process keeps the dtype of the autocast under which it first ran a script."""
+    """Only one precision is tested, because a process keeps the autocast dtype of a script's first run."""
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -354,7 +354,7 @@ def test_scripts_and_exports_are_made_in_hooks(comparison, user_code, world_size
 
 
 class CutsWeights(Validated):
-    """Lightning's pruning, after each epoch."""
+    """Module with Lightning's pruning after each epoch."""
 
     epochs = 3
 
@@ -389,7 +389,7 @@ class CutsWeights(Validated):
 
 
 class PrunesFromTheStart(UserCode):
-    """A layer that is pruned in the constructor, whose computed weight is logged after each epoch."""
+    """Module that prunes a layer in the constructor, and logs the computed weight after each epoch."""
 
     def build(self):
         super().build()
@@ -405,7 +405,7 @@ class PrunesFromTheStart(UserCode):
 
 
 class PrunesInTheFit(PrunesFromTheStart):
-    """A layer that is pruned when training starts, on whose weight DDP was built before."""
+    """Module that prunes a layer when training starts, after DDP was built with its weight."""
 
     def build(self):
         UserCode.build(self)
@@ -418,7 +418,7 @@ class PrunesInTheFit(PrunesFromTheStart):
 
 
 class NormalisesWeights(UserCode):
-    """Weights computed by the old `weight_norm` and `spectral_norm`, which are read between steps."""
+    """Module with weights of the old `weight_norm` and `spectral_norm`, which are read between steps."""
 
     ignored_warnings = (".*weight_norm",)
 
@@ -445,7 +445,7 @@ def test_computed_weights_are_those_of_ddp(comparison, user_code, world_size, pr
 
 @in_half_precision()
 def test_pruning_cuts_the_elements_that_it_cuts_under_ddp(comparison, world_size, precision):
-    """Rounding may exchange a few of the elements near the limit."""
+    """Rounding may exchange a few of the elements near the threshold."""
     user_code = partial(CutsWeights, 0.1)
     reference = comparison.reference(user_code, world_size)
     outcomes = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
@@ -461,11 +461,11 @@ def test_pruning_cuts_the_elements_that_it_cuts_under_ddp(comparison, world_size
         assert num_different <= 0.02 * num_elements
 
 
-# ---- functions of torch on the module within a step ------------------------------------------------------------------
+# ---- torch functions on the module within a step ---------------------------------------------------------------------
 
 
 class CallsFunctionally(UserCode):
-    """Calls the network with a dictionary of its parameters, and with one made of a state dict."""
+    """Module that calls the network with a dictionary of its parameters, and with one from a state dict."""
 
     def forward(self, images):
         parameters = dict(self.net.named_parameters())
@@ -473,7 +473,7 @@ class CallsFunctionally(UserCode):
 
 
 class PenalisesWeights(UserCode):
-    """Adds a term in the square of all weights, from parameters listed in the step, or before it."""
+    """Module that penalises all squared weights, with parameters listed in the step or before it."""
 
     def __init__(self, moment):
         super().__init__()
@@ -498,7 +498,7 @@ class PenalisesWeights(UserCode):
 
 
 class PenalisesWeightsOnOneRank(PenalisesWeights):
-    """Adds a term that was computed before the step, on one rank alone."""
+    """Module that adds a penalty from before the step on one rank only."""
 
     def __init__(self):
         super().__init__("before the step")
@@ -509,7 +509,7 @@ class PenalisesWeightsOnOneRank(PenalisesWeights):
 
 
 class PenalisesWeightsByHand(Manual):
-    """A term from before the step, in manual optimization, with two backwards."""
+    """Module with a penalty from before the step, in manual optimization with two backward passes."""
 
     def on_train_batch_start(self, batch, batch_idx):
         self.term = 0.02 * sum(parameter.square().sum() for parameter in self.parameters())
@@ -523,7 +523,7 @@ class PenalisesWeightsByHand(Manual):
 
 
 class CallsTheNetBeforeTheStep(UserCode):
-    """Keeps the graph of a forward from before the step, for a term of consistency."""
+    """Module that keeps the graph of a forward pass before the step for a consistency term."""
 
     def on_train_batch_start(self, batch, batch_idx):
         self.earlier = self(batch[0])
@@ -534,7 +534,7 @@ class CallsTheNetBeforeTheStep(UserCode):
 
 
 class CountsCallsOfHooks(UserCode):
-    """Hooks on tensors of the graph run once in each backward."""
+    """Module that counts calls of hooks on graph tensors, which must run once in each backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -580,7 +580,7 @@ def test_gradients_reach_parameters_from_wherever_they_were_used(
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- operations that take one dtype ----------------------------------------------------------------------------------
+# ---- operations that require a single dtype --------------------------------------------------------------------------
 
 
 def index_add(module, images):
@@ -618,7 +618,7 @@ def interpolate(module, images):
 
 
 class UsesOneDtype(UserCode):
-    """A trained parameter in an operation whose operands must have one dtype."""
+    """Module with a trained parameter in an operation whose operands must have the same dtype."""
 
     ignored_warnings = ("ComplexHalf support is experimental",)
 
@@ -643,7 +643,7 @@ class UsesOneDtype(UserCode):
 
 
 class UsesOneDtypeInFp32(UsesOneDtype):
-    """The cure: the class that holds these parameters stays fp32."""
+    """Module that applies the remedy: the class that holds these parameters stays fp32."""
 
     def __init__(self, operation):
         super().__init__(operation)

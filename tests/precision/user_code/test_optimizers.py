@@ -1,4 +1,4 @@
-"""Optimizers of users, and what users do to optimizers, on fp32 parameters with fp32 gradients and state."""
+"""Users' optimizers, and user code that changes optimizers, on fp32 parameters with fp32 gradients and state."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ from tests.precision.user_code.support import (
 from tests.scenes import fit
 from tests.toy import Toy
 
-# ---- state that is loaded, made and changed within a fit -------------------------------------------------------------
+# ---- state that is loaded, created and changed within a fit ----------------------------------------------------------
 
 
 def adam(parameters):
@@ -52,7 +52,7 @@ def dtypes_of_state(optimizer):
 
 
 class Optimized(UserCode):
-    """A classifier with an optimizer of choice, whose state is fp32 and belongs to the module's parameters."""
+    """Classifier with a chosen optimizer, whose state is fp32 and belongs to the module's parameters."""
 
     def __init__(self, make_optimizer):
         super().__init__()
@@ -71,7 +71,7 @@ class Optimized(UserCode):
 
 
 class RollsBack(Optimized):
-    """Goes back to the weights and the state of an earlier epoch."""
+    """Module that restores the weights and optimizer state of an earlier epoch."""
 
     epochs = 3
 
@@ -87,7 +87,7 @@ class RollsBack(Optimized):
 
 
 class LoadsStateOfAnEarlierRun(Optimized):
-    """Loads moments at the start of training, as a run that is continued elsewhere does."""
+    """Module that loads moments at the start of training, as a run that continues elsewhere does."""
 
     def on_train_start(self):
         optimizer = self.trainer.optimizers[0]
@@ -99,7 +99,7 @@ class LoadsStateOfAnEarlierRun(Optimized):
 
 
 class ReplacesTheOptimizer(Optimized):
-    """Goes on with Adagrad, whose accumulators are made in its constructor."""
+    """Module that continues with Adagrad, which creates its accumulators in the constructor."""
 
     def __init__(self, hook):
         super().__init__(adam)
@@ -122,7 +122,7 @@ class ReplacesTheOptimizer(Optimized):
 
 
 class ConfiguresOptimizersAgain(Optimized):
-    """Lets Lightning make its optimizers once more."""
+    """Module that lets Lightning create its optimizers again."""
 
     def __init__(self):
         super().__init__(adam)
@@ -134,7 +134,7 @@ class ConfiguresOptimizersAgain(Optimized):
 
 
 class ResetsMoments(Optimized):
-    """Revives dead neurons: writes a row of a weight and of its moments."""
+    """Module that revives dead neurons by writing a row of a weight and of its moments."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         state = self.trainer.optimizers[0].state[self.net[0].weight]
@@ -145,7 +145,7 @@ class ResetsMoments(Optimized):
 
 
 class UnfreezesALayer(UserCode):
-    """Trains the first layer from the second epoch on, in a group of its own."""
+    """Module that trains its first layer from the second epoch on, in a separate parameter group."""
 
     ddp_options = {"find_unused_parameters": True}
 
@@ -165,7 +165,7 @@ class UnfreezesALayer(UserCode):
 
 
 class FreezesALayer(UserCode):
-    """Freezes a layer for an epoch, as those who alternate do."""
+    """Module that freezes a layer for an epoch, as in alternating training."""
 
     epochs = 3
     ddp_options = {"find_unused_parameters": True}
@@ -204,7 +204,7 @@ def test_a_layer_that_is_unfrozen_trains(comparison, user_code, world_size, prec
 
 
 class Sam(Optimizer):
-    """Sharpness-aware minimisation (Foret et al. 2020, arXiv:2010.01412), as its best known implementation has it."""
+    """Sharpness-aware minimisation (Foret et al. 2020, arXiv:2010.01412), as in its best known implementation."""
 
     def __init__(self, parameters, lr, rho=0.05):
         super().__init__(parameters, {"lr": lr, "rho": rho})
@@ -237,7 +237,7 @@ class Sam(Optimizer):
 
 
 class SamThatEvaluatesTwice(Sam):
-    """Makes both evaluations by itself, so that it serves automatic optimization as well."""
+    """SAM that makes both evaluations itself, so that it also works with automatic optimization."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -271,7 +271,7 @@ class SamWithClosure(Manual):
 
 
 class SamInTwoSteps(Manual):
-    """Calls the optimizer's two halves, of which torch's hooks know nothing."""
+    """Module that calls the optimizer's two halves, which bypass torch's optimizer hooks."""
 
     def configure_optimizers(self):
         return Sam(self.parameters(), lr=0.1)
@@ -286,7 +286,7 @@ class SamInTwoSteps(Manual):
 
 
 class SamByHand(Manual):
-    """Moves weights along the gradient, takes the gradient there, and puts the weights back."""
+    """Module that moves weights along the gradient, computes the gradient there, and restores the weights."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -312,7 +312,7 @@ class SamAutomatic(UserCode):
 
 
 class SteppedByAClosure(Manual):
-    """Gives torch's own optimizer a closure, in both of the ways that there are."""
+    """Module that passes a closure to a torch optimizer, with or without Lightning's wrapper."""
 
     def __init__(self, use_pl_optimizer):
         super().__init__()
@@ -345,7 +345,7 @@ def test_an_optimizer_that_evaluates_the_loss_trains(comparison, user_code, worl
 
 
 class QuasiNewton(UserCode):
-    """LBFGS on one batch, whose loss it brings close to zero."""
+    """Module that trains on one batch with LBFGS, which brings the loss close to zero."""
 
     num_batches = 1
     epochs = 6
@@ -375,7 +375,7 @@ class QuasiNewtonByHand(QuasiNewton):
 @in_half_precision(usual_world_size=2)
 @pytest.mark.parametrize("user_code", [QuasiNewton, QuasiNewtonByHand])
 def test_lbfgs_reaches_a_small_loss(comparison, user_code, world_size, precision):
-    """Its steps depend on differences of gradients, so its weights end elsewhere after few roundings."""
+    """The steps of LBFGS depend on gradient differences, so weights differ after a few roundings, but not the loss."""
     comparison.reference(user_code, world_size)
     outcomes = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
     for outcome in outcomes:
@@ -383,11 +383,11 @@ def test_lbfgs_reaches_a_small_loss(comparison, user_code, world_size, precision
         assert outcome.facts == {"the loss is small": True}
 
 
-# ---- optimizers that are not in Lightning's hands --------------------------------------------------------------------
+# ---- optimizers outside of Lightning's control -----------------------------------------------------------------------
 
 
 class ShardsState(Optimized):
-    """ZeRO's first stage: each rank has the moments of a part of the parameters."""
+    """Module with ZeRO stage 1, in which each rank has the moments of a part of the parameters."""
 
     def __init__(self):
         super().__init__(self.make)
@@ -406,7 +406,7 @@ def test_an_optimizer_that_shards_its_state_trains(comparison, user_code, world_
 
 
 class ScheduleFree(Optimizer):
-    """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682): `train` and `eval` move the parameters."""
+    """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682). Its `train` and `eval` move the parameters."""
 
     def __init__(self, parameters, lr, beta=0.9):
         super().__init__(parameters, {"lr": lr, "beta": beta})
@@ -465,7 +465,7 @@ class TrainsWithoutSchedule(Validated):
 
 
 class KeepsOwnReferences(Optimizer):
-    """Keeps a list of its own, which it steps through."""
+    """Optimizer that steps through its own list of parameters."""
 
     def __init__(self, parameters, lr):
         parameters = list(parameters)
@@ -491,7 +491,7 @@ class OwnReferences(UserCode):
 
 
 class UnknownToLightning(Manual):
-    """Steps an optimizer that `configure_optimizers` does not return."""
+    """Module that steps an optimizer that `configure_optimizers` does not return."""
 
     ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`",)
 
@@ -510,7 +510,7 @@ class UnknownToLightning(Manual):
 
 
 class StepsInACallback(pl.Callback):
-    """Decays weights by an optimizer of its own, between steps and in validation."""
+    """Callback that decays weights with its own optimizer, between steps and in validation."""
 
     def on_train_start(self, trainer, module):
         self.optimizer = SGD(module.parameters(), lr=1e-3)
@@ -537,7 +537,7 @@ class DecaysInACallback(Validated):
 
 
 class TrainsInValidation(Validated):
-    """Takes a step in `validation_step`, as those who adapt at test time do."""
+    """Module that takes a step in `validation_step`, as in test-time adaptation."""
 
     settings = {"inference_mode": False}
 
@@ -565,7 +565,7 @@ def test_optimizers_of_the_users_own_step_on_fp32_parameters(
 
 
 class UpdatesWeightsByHand(Manual):
-    """Writes the update itself, inside of the step, where parameters are in half precision."""
+    """Module that writes the update itself inside of the step, where parameters are in half precision."""
 
     num_batches = 6
     lr = 0.1
@@ -586,7 +586,7 @@ class UpdatesWeightsByHand(Manual):
 
 
 class MovesATeacherByHand(Manual):
-    """Moves a teacher after the step, inside `training_step`, by an operation that takes one dtype."""
+    """Module that moves a teacher in `training_step` after the step, with an operation that needs a single dtype."""
 
     def build(self):
         super().build()
@@ -608,7 +608,7 @@ def test_updates_written_in_a_manual_step_train(comparison, user_code, world_siz
 
 
 class UpdatesWeightsInSmallSteps(UpdatesWeightsByHand):
-    """Steps that half precision rounds away. A warning is an error in these tests."""
+    """Module whose steps half precision rounds away. A warning is an error in these tests."""
 
     lr = 1e-4
     ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`",)
@@ -636,7 +636,7 @@ def test_a_teacher_that_is_moved_in_a_manual_step_ends_with_the_cure(
 
 
 class StepsInsideBackward(Manual):
-    """Steps each parameter as soon as it has its gradient, as LOMO does to save memory."""
+    """Module that steps each parameter as soon as its gradient is ready, as LOMO does to save memory."""
 
     ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`",)
 
@@ -681,7 +681,7 @@ def make_optimizers_again(module):
 
 
 class WatchesTheScale(Toy):
-    """Notes what backward multiplies the loss by, as a hook on the loss sees it."""
+    """Module that records the factor by which backward multiplies the loss, with a hook on the loss."""
 
     def __init__(self, replace=None):
         super().__init__(lr=0.01)

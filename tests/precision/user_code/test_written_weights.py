@@ -1,4 +1,4 @@
-"""Weights that users write are the weights that train, are validated and are saved, in all digits."""
+"""Weights that user code writes: training, validation and checkpoints use them with all digits."""
 
 import copy
 import itertools
@@ -30,7 +30,7 @@ from tests.precision.user_code.support import (
 )
 from tests.scenes import same
 
-# ---- weights exchanged for an average and put back, with a read of the state in between ------------------------------
+# ---- weights replaced by an average and restored, with a read of the state in between --------------------------------
 
 
 def write_into_data(parameter, value):
@@ -91,7 +91,7 @@ FORMS = list(itertools.product(READERS, WRITERS))
 
 
 class ExchangesWeights(pl.Callback):
-    """Validates other weights, saves them and puts the trained ones back, in another form after each batch."""
+    """Callback that validates other weights, saves them and restores the trained ones, differently after each batch."""
 
     def on_train_start(self, trainer, module):
         self.trained = toy.weights(module)
@@ -114,7 +114,7 @@ class ExchangesWeights(pl.Callback):
     def on_train_batch_end(self, trainer, module, *args):
         if self.name and not parameters_equal(module, self.trained):
             self.not_exact.append(self.name)
-        module.load_state_dict(self.trained)  # so that each form is judged for itself
+        module.load_state_dict(self.trained)  # so that each form is tested separately
 
 
 class ReadsWhileWeightsAreExchanged(Validated, Frozen):
@@ -128,7 +128,7 @@ class ReadsWhileWeightsAreExchanged(Validated, Frozen):
 
 
 class ExchangesWeightsAfterEachStep(UserCode):
-    """A logger reads the state while weights are zeroed, and they are put back."""
+    """Module in which a logger reads the state while weights are zeroed, before they are restored."""
 
     def __init__(self, put_back):
         super().__init__()
@@ -144,7 +144,7 @@ class ExchangesWeightsAfterEachStep(UserCode):
 
 
 class ValidatesItsAverage(Validated):
-    """Averages its weights and validates the average, which `ModelCheckpoint` saves before the weights are back."""
+    """Module that validates an average of its weights. `ModelCheckpoint` saves it before the weights are restored."""
 
     epochs = 3
     num_batches = 4
@@ -176,7 +176,7 @@ class ValidatesItsAverage(Validated):
 
 
 class EvaluatesOtherWeights(Validated):
-    """Exchanges weights around an evaluation that is no part of a fit, and reads the state meanwhile."""
+    """Module that replaces weights during an evaluation outside of a fit, and reads the state meanwhile."""
 
     is_exact = True
 
@@ -268,7 +268,7 @@ def load_vector(net):
 
 
 class WritesPretrainedWeights(Validated, Frozen):
-    """Loads weights in a hook. The batch after it, and validation, must be computed with them."""
+    """Module that loads weights in a hook. The next batch, and validation, must use them."""
 
     epochs = 1
 
@@ -314,7 +314,7 @@ def test_weights_written_in_a_hook_count_from_there_on(
 
 
 class HoldsItsAverage(Validated):
-    """An average that no optimizer has and nobody froze, moved through `state_dict()` and validated."""
+    """Module with an unfrozen average outside of the optimizer, which is moved through `state_dict()` and validated."""
 
     ddp_options = {"find_unused_parameters": True}
 
@@ -344,11 +344,11 @@ def test_an_average_that_no_optimizer_has_moves_and_is_validated(
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- small changes, in fp32 ------------------------------------------------------------------------------------------
+# ---- small changes in fp32 -------------------------------------------------------------------------------------------
 
 
 class ShrinksWeights(Frozen):
-    """Decays weights by less than the last digit of half precision."""
+    """Module that decays weights by less than the last digit of half precision."""
 
     def on_train_batch_end(self, *args):
         for parameter in self.parameters():
@@ -356,7 +356,7 @@ class ShrinksWeights(Frozen):
 
 
 class MovesWeightsAndBack(Frozen):
-    """Evaluates perturbed weights, as those who look for flat minima do."""
+    """Module that evaluates perturbed weights, as in a search for flat minima."""
 
     def on_train_batch_end(self, *args):
         with torch.no_grad():
@@ -373,7 +373,7 @@ class WritesThroughNumpy(Frozen):
 
 
 class CastsToFp32(Frozen):
-    """Casts a part to fp32, which it is in already."""
+    """Module that casts a part to fp32, which it already is."""
 
     def on_train_batch_end(self, *args):
         self.net.float()
@@ -382,7 +382,7 @@ class CastsToFp32(Frozen):
 
 
 class CastsToFp32AndTrainsSlowly(UserCode):
-    """Its steps are below the last digit of half precision."""
+    """Module whose steps are below the last digit of half precision."""
 
     num_batches = 6
 
@@ -394,7 +394,7 @@ class CastsToFp32AndTrainsSlowly(UserCode):
 
 
 class CopiesToATeacher(UserCode):
-    """A teacher that is the student of the last step, and one that averages it."""
+    """Module with a teacher that copies the student of the last step, and one that averages it."""
 
     def build(self):
         super().build()
@@ -428,7 +428,7 @@ def test_fp32_code_between_steps_computes_in_fp32(comparison, user_code, world_s
 
 
 class WritesARowInsideAStep(Frozen):
-    """Writes values that half precision holds exactly into one row, so that other rows keep their digits."""
+    """Module that writes exact half-precision values into one row, so that other rows keep their digits."""
 
     ignored_warnings = ("`net.0.weight` was written inside",)
 
@@ -448,7 +448,7 @@ class LoadsInsideAStep(Frozen):
 
 
 class NormalisesPrototypes(UserCode):
-    """Normalises rows of a weight before each forward, as SwAV does."""
+    """Module that normalises rows of a weight before each forward pass, as SwAV does."""
 
     ignored_warnings = ("`net.[02].weight` was written inside",)
 
@@ -460,7 +460,7 @@ class NormalisesPrototypes(UserCode):
 
 
 class NormalisesPrototypesOfAList(NormalisesPrototypes):
-    """The same by a list of parameters kept from the constructor."""
+    """Module that normalises the same rows through a list of parameters kept from the constructor."""
 
     def __init__(self):
         super().__init__()
@@ -473,7 +473,7 @@ class NormalisesPrototypesOfAList(NormalisesPrototypes):
 
 
 class MovesATeacherInsideAStep(UserCode):
-    """A mean teacher that is moved in `training_step`."""
+    """Module with a mean teacher that is updated in `training_step`."""
 
     def build(self):
         super().build()
@@ -490,7 +490,7 @@ class MovesATeacherInsideAStep(UserCode):
 
 
 class ClampsTheCritic(Manual):
-    """Clamps all weights after each step, inside `training_step`, as WGAN does."""
+    """Module that clamps all weights after each step inside `training_step`, as WGAN does."""
 
     ignored_warnings = ("`net.[02].weight` was written inside",)
 
@@ -506,7 +506,7 @@ class ClampsTheCritic(Manual):
 
     def on_train_batch_end(self, *args):
         largest = max(float(parameter.detach().abs().max()) for parameter in self.parameters())
-        # what is written inside of a step passes through half
+        # Values that are written inside of a step are rounded to half precision.
         is_clamped = largest <= self.limit * (1 + 2**-8)
         self.outcome.facts[f"weights are clamped after {self.trainer.global_step} steps"] = (
             is_clamped
@@ -523,7 +523,7 @@ class ClampsTheCriticByAList(ClampsTheCritic):
 
 
 class ClampsTheCriticBesideALogger(ClampsTheCritic):
-    """A logger reads the state dict before each clamp."""
+    """Module in which a logger reads the state dict before each clamp."""
 
     def parameters_to_clamp(self):
         self.state_dict()
@@ -546,7 +546,7 @@ def test_weights_written_inside_a_step_are_taken_over(comparison, user_code, wor
 
 
 class GivesAWeightNewMemoryInsideAStep(UserCode):
-    """Replaces the fp32 memory of a weight, whatever its dtype is in a step."""
+    """Module that replaces the memory of a weight by fp32 memory, whatever its dtype in a step."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
@@ -567,18 +567,18 @@ def test_new_fp32_memory_inside_a_step_is_taken_over_or_ends_with_an_error(
         comparison.assert_as_under_ddp(GivesAWeightNewMemoryInsideAStep, world_size, precision)
 
 
-# ---- what users keep of parameters from the constructor --------------------------------------------------------------
+# ---- references to parameters that users keep from the constructor ---------------------------------------------------
 
 
 class Marked(nn.Parameter):
-    """A user's own class of parameters."""
+    """Parameter class of a user."""
 
     def is_marked(self):
         return True
 
 
 class KeepsReferences(UserCode):
-    """Lists, names by id, weak references, attributes and a class of its own, made before the fit and used in it."""
+    """Module with lists, names by id, weak references, attributes and a parameter class from before the fit."""
 
     def build(self):
         super().build()
@@ -630,7 +630,7 @@ class KeepsReferences(UserCode):
 
 
 class KeepsAView(UserCode):
-    """A view of a weight, kept from the constructor, that is read and written between steps."""
+    """Module with a view of a weight, kept from the constructor, that is read and written between steps."""
 
     def build(self):
         super().build()
@@ -649,7 +649,7 @@ class KeepsAView(UserCode):
 
 
 class SeesFp32(Validated):
-    """Notes the dtypes of parameters wherever no forward and no backward runs."""
+    """Module that records the dtypes of parameters wherever no forward or backward pass runs."""
 
     def look(self, moment):
         self.outcome.facts[f"dtypes {moment}"] = dtypes_of_parameters(self)

@@ -1,4 +1,4 @@
-"""Benchmarks measure what they say, and refuse what they cannot measure before they start any rank."""
+"""Benchmarks: measured quantities, and errors before any rank starts for what cannot be measured."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_gradients_are_ready_from_the_last_to_the_first_and_scale_with_the_loss(
 
 
 def test_a_set_with_arithmetic_is_a_network_of_linear_layers():
-    """Its gradients are those of torch's own layers, for two rows."""
+    """Its gradients for two rows equal those of torch's layers."""
     module = GradientSet(linear_8mib_shapes(), has_arithmetic=True)
     module._noise = torch.arange(512.0 * 512).sin()
     net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
@@ -61,7 +61,8 @@ def test_a_set_with_arithmetic_is_a_network_of_linear_layers():
 
 
 def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_case(tmp_path):
-    times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain next to a backward of 2 s
+    # 2 s of communication, of which 0.2 s remain after a backward of 2 s
+    times_s = (3.0, 1.0, 3.2, 3.0)
     overlap = Timing(
         section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(0.0,)
     )

@@ -1,4 +1,4 @@
-"""Each variant of the parts sums the gradients of all ranks, in its own buckets, and has the planner's prediction."""
+"""Variants of the parts benchmark: each reduces the gradients in its own buckets, with the planner's prediction."""
 
 import json
 import math
@@ -34,7 +34,7 @@ MISTAKES = {
 
 
 def cluster_without_software(num_nodes, ranks_per_node, latency_s):
-    """A cluster in which latencies between nodes are all that counts."""
+    """Return a cluster in which only latencies between nodes matter."""
     fast = Link(latency_s=0.0, bytes_per_s=1e15)
     return Cluster(
         num_nodes=num_nodes,
@@ -68,7 +68,7 @@ def test_a_description_of_other_nodes_is_refused_before_anything_is_measured():
 
 
 def sums_of_different_gradients(name, dtype):
-    """On each rank: the sums of one variant, and the sums in float64."""
+    """Return, on each rank, the sums of one variant and the sums in float64."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     topology = Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=1)
     plan = CommPlan(algorithm=ALGORITHMS[name], bucket_bytes=2**18, num_buckets=1)
@@ -105,7 +105,7 @@ def test_every_variant_gives_the_exact_sum_of_different_gradients(two_ranks, nam
 
 
 def measured_rows(arms):
-    """On each rank: the rows of a small benchmark."""
+    """Return, on each rank, the rows of a small benchmark."""
     fabric = Fabric(strategy="ddp", accelerator="cpu", devices=2)
     fabric.launch()
     topology = Topology.from_ranks_per_node(
@@ -136,10 +136,10 @@ def test_a_row_has_every_sample_and_on_rank_zero_the_prediction(two_ranks):
             assert len(row.times_s) == 2
             assert min(row.times_s) > 0
             assert min(row.cpu_s) > 0
-    # each time is that of the slowest rank
+    # Each time is that of the slowest rank.
     assert [row.times_s for row in per_rank[0]] == [row.times_s for row in per_rank[1]]
     assert [row.predicted_s is None for row in per_rank[1]] == [True] * 3
-    # 16 rings of two ranks have 4 latencies each
+    # 16 rings of two ranks have 4 latencies each.
     assert per_rank[0][0].predicted_s == pytest.approx(16 * 4 * 1e-3, rel=0.01)
 
 
@@ -147,7 +147,7 @@ def test_a_wrong_sum_is_an_error_with_the_bucket():
     buckets = [torch.empty(3), torch.empty(2)]
     fill(buckets, rank=1)
     assert [bucket.tolist() for bucket in buckets] == [[1, 1, 1], [0, 0]]
-    buckets[1].fill_(2)  # ranks 0 and 2 of three have ones there
+    buckets[1].fill_(2)  # on ranks 0 and 2 of three it contains ones
     check(buckets, 3, "flat")
     buckets[1][0] = 1
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_a_wrong_sum_is_an_error_with_the_bucket():
 
 
 def test_fusion_and_hierarchy_each_save_the_latencies_of_their_formula():
-    """Rings of 16 ranks have 60 latencies for each sum, and a hierarchy of 4 nodes one message and its consent."""
+    """Rings of 16 ranks have 60 latencies per all-reduce. A hierarchy of 4 nodes has one message and its consent."""
     cluster = cluster_without_software(4, 4, latency_s=1e-3)
     numels = (16,) * 10
 
@@ -205,7 +205,7 @@ def recorded():
             rows.append(content)
             continue
         links = content["links"]
-        for algorithm, curve in links["curves"].items():  # JSON has no numbers as keys
+        for algorithm, curve in links["curves"].items():  # JSON keys are not numbers
             links["curves"][algorithm] = {float(size): ratio for size, ratio in curve.items()}
         clusters[content["run"]] = instantiate(links)
     return clusters, rows
@@ -229,7 +229,7 @@ def test_the_page_has_the_medians_and_predictions_of_the_record():
 
 @pytest.mark.long
 def test_the_planner_predicts_the_record_as_it_says():
-    """Within 15 % where links decide, at 100 Mbit/s."""
+    """At 100 Mbit/s, where links dominate, predictions are within 15 %."""
     clusters, rows = recorded()
     for row in rows:
         if row["arm"] == PLANNED:

@@ -1,4 +1,4 @@
-"""Configurations of every recipe with one thing wrong, and how far each recipe gets with them: to where work starts."""
+"""Configurations of every recipe with one error, and the point that the recipe reaches with them."""
 
 import copy
 import importlib
@@ -22,7 +22,7 @@ from omegaconf.errors import GrammarParseError
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
-# What each program is composed with; `TMP` stands for a folder with an image set and a run in it.
+# Overrides with which each program is composed. `TMP` stands for a folder with an image set and a run.
 BASES: dict[str, list[str]] = {
     "recipes.train": [
         "callbacks=[default,ema,time_to_accuracy]",
@@ -46,7 +46,7 @@ BASES: dict[str, list[str]] = {
     "recipes.tune": [],
 }
 
-# Where work starts: (module, class or None, name). Nothing after it is run.
+# Functions with which work starts: (module, class or None, name). Nothing after them runs.
 WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
@@ -57,7 +57,7 @@ WORK = [
 
 
 class WorkStartsError(BaseException):
-    """Everything is built."""
+    """Signal that everything is built and work would start."""
 
 
 def stop_where_work_starts(monkeypatch) -> None:
@@ -85,7 +85,7 @@ def composed(program: str, *overrides: str, folder: str) -> DictConfig:
 
 
 def keys_of(cfg: DictConfig) -> list[str]:
-    """Return the keys of all groups and values, except those that only say where to write."""
+    """Return the keys of all groups and values, except those that only name output locations."""
 
     def walk(value, key):
         if isinstance(value, dict):
@@ -142,7 +142,7 @@ ACTIONS = st.sampled_from(["set"] * 8 + ["misspell", "remove", "loop"])
 
 
 def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
-    """Return a copy with one thing wrong."""
+    """Return a copy of the configuration with one error."""
     cfg = copy.deepcopy(cfg)
     OmegaConf.set_readonly(cfg.hydra, False)
     if action == "remove":
@@ -158,14 +158,14 @@ def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
         key = f"{key}_"
     try:
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-    except GrammarParseError:  # Hydra itself does not take it
+    except GrammarParseError:  # Hydra itself rejects it
         reject()
     cfg.hydra.overrides.task = [f"{key}=..."]
     return cfg
 
 
 def outcome_of(program: str, cfg: DictConfig) -> tuple[str, str]:
-    """Return `("built", "")` or `("error", message)`. Any other exception is raised."""
+    """Return `("built", "")` or `("error", message)`. Raise any other exception."""
     main = importlib.import_module(program).main.__wrapped__
     HydraConfig.instance().set_config(cfg)
     cfg_of_main = copy.deepcopy(cfg)

@@ -1,4 +1,4 @@
-"""Command lines before torch is imported: help of a screen, misspelt keys with a cure, names of commands."""
+"""Command lines before torch is imported: help that fits a screen, suggestions for misspelt keys, command names."""
 
 import re
 import runpy
@@ -20,7 +20,10 @@ HYDRA_PROGRAMS = sorted(
 
 @pytest.fixture
 def read(monkeypatch, capsys):
-    """Read a command line in this process and return exit code, output and error. Hydra is reset afterwards."""
+    """Return a function that reads a command line in this process and returns exit code, output and error.
+
+    Hydra is reset afterwards.
+    """
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     before = HydraConfig.instance().cfg
 
@@ -97,7 +100,7 @@ CHOICES = [path for path in tracked_files("conf/*.yaml") if path.parent != ROOT 
 
 @pytest.mark.parametrize("path", CHOICES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_description_of_a_choice_is_not_cut_within_a_sentence(path):
-    """It ends where the comment ends, or before a word with a capital."""
+    """The description ends with the comment, or before a word with a capital letter."""
     comment = []
     for line in path.read_text().splitlines():
         if line.startswith("# @"):
@@ -188,7 +191,7 @@ def test_what_hydra_composes_goes_on_and_of_several_ranks_the_first_speaks(read,
     monkeypatch.setenv("RANK", "1")
     assert read("train", "optm.lr=3") == (2, "", "")
     assert waits == [5]  # the launcher ends all ranks when one has ended
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # then Hydra speaks
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # then Hydra reports the error
     assert read("train", "optm.lr=3") == (None, "", "")
 
 

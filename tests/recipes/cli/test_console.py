@@ -1,4 +1,4 @@
-"""The console command: quick answers, the command that a word names, completion in bash."""
+"""Console command: quick answers, the command that a word selects, and completion in bash."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ main()
 
 
 def console(*words):
-    """`lightning-hybrid *words`, where torch cannot be imported."""
+    """Run `lightning-hybrid *words` in an environment where torch cannot be imported."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"}
     command = [sys.executable, "-c", SCRIPT, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -65,7 +65,7 @@ COMPLETED = {
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_and_then_keys_and_choices():
-    """The function is called as bash calls it at a Tab."""
+    """The test calls the function as bash does when the user presses Tab."""
     lines = [
         f'lightning-hybrid() {{ "{sys.executable}" "{ROOT}/lightning_hybrid/__main__.py" "$@"; }}'
     ]
@@ -153,7 +153,7 @@ def test_a_command_whose_packages_are_missing_says_the_line_that_installs_them(m
     "words", [("train",), ("train", "--help"), ("simulate", "num_nodes=2")], ids=" ".join
 )
 def test_a_core_install_says_which_extras_a_command_lacks(words, tmp_path):
-    """Without Hydra nothing can read the command line, or write the help."""
+    """Without Hydra, neither the command line nor the help can be processed."""
     there = environment_without(tmp_path, ("hydra", "omegaconf"))
     command = [sys.executable, "-m", "lightning_hybrid", *words]
     done = subprocess.run(
@@ -189,7 +189,7 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
 
 
 def test_a_run_from_scratch_does_not_overwrite_the_checkpoints_of_another(tmp_path):
-    """The same command again, in the same directory."""
+    """The same command is run again in the same directory."""
     (tmp_path / "run1" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run1" / "checkpoints" / "last.ckpt").write_bytes(b"weights")
     done = run_program(str(ROOT / "recipes" / "train.py"), "hydra.run.dir=run1", cwd=tmp_path)

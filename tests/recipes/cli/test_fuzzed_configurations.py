@@ -1,4 +1,4 @@
-"""Whatever a user gives any key of any recipe: it is built, or refused by the name of the key with a cure."""
+"""Fuzzed configurations: any value of any recipe key is accepted, or rejected with the key's name and a remedy."""
 
 import json
 import re
@@ -10,21 +10,21 @@ from PIL import Image
 
 from tests.recipes.cli import fuzzed
 
-# of each recipe: in every run, and in a long one; `--fuzz-cases 1000` makes more
+# Cases per recipe in every run and in a long run. `--fuzz-cases 1000` makes more.
 NUM_CASES = [5, pytest.param(30, marks=pytest.mark.long)]
 
-# Words of which a message needs one: what must be, or what to do.
+# Words of which each message needs at least one: a rule, or what to do.
 CURES = re.compile(
     r"\b(must|Set|Give|Leave|Remove|Check|Correct|correct|Use|Run|Choose|Did you mean|Options)\b"
 )
 
-# of every message about an error that torch or Lightning raised
+# End of every message about an error that torch or Lightning raised.
 ENDING = "Set HYDRA_FULL_ERROR=1 to see the traceback."
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder that holds an image set and a run."""
+    """Create a folder with an image set and a run."""
     folder = tmp_path_factory.mktemp("fuzz")
     for class_name in ("train/a", "train/b", "val/a", "val/b"):
         class_folder = folder / "images" / class_name
@@ -63,7 +63,7 @@ def test_every_value_is_built_or_refused_by_name(
     cases = settings(
         max_examples=pytestconfig.getoption("--fuzz-cases") or num_cases,
         derandomize=True,
-        phases=[Phase.generate],  # a case is small as it is
+        phases=[Phase.generate],  # cases are small, so they need no shrinking
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -1,4 +1,4 @@
-"""Checks of every recipe before Hydra writes: environments, secrets, and streams that may end."""
+"""Checks of every recipe before Hydra writes files: environments, secrets, and streams that may close."""
 
 import io
 import logging
@@ -108,5 +108,5 @@ def test_a_log_file_that_takes_nothing_prints_no_traceback(monkeypatch):
     handler.emit(record)
     assert stderr.getvalue() == ""
     stdio.restore_streams()
-    handler.emit(record)  # a control: it would
+    handler.emit(record)  # without the fix, this would print a traceback
     assert "No space left on device" in stderr.getvalue()

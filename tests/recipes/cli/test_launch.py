@@ -1,4 +1,4 @@
-"""Configuration: what is computed from it, what it may not say, and the words of its refusal."""
+"""Configuration of runs: computed values, rejected settings, and the messages for them."""
 
 import inspect
 import re
@@ -40,7 +40,7 @@ def test_the_defaults_are_the_main_job():
     )
     assert module.optimizer.func.__name__ == "LARS"
     assert data.seed == 0
-    cfg = configured("+mine=0.5", "optim.lr=${mine}")  # a key of the user's own may be referred to
+    cfg = configured("+mine=0.5", "optim.lr=${mine}")  # users may refer to their own keys
     config_check.check(cfg, TRAIN_KEYS)
     assert cfg.optim.lr == 0.5
 
@@ -51,14 +51,14 @@ def test_the_defaults_are_the_main_job():
         ("cpu", [], 5, 1),
         ("auto", ["trainer.devices=2"], 50, 1),  # no GPU here
         ("gpu", ["trainer.devices=2"], 50, 20),
-        # steps of 4 batches
+        # Steps of 4 batches.
         ("gpu", ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"], 50, 1),
     ],
 )
 def test_on_gpus_the_host_seldom_waits(
     trainer, overrides, log_every, ask_to_stop_every, monkeypatch
 ):
-    """And cuDNN may try its convolutions. Only composed: there is no GPU to build a trainer for."""
+    """In addition, cuDNN may benchmark its convolutions. The test only composes, because there is no GPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     cfg = configured(f"trainer={trainer}", *overrides)
     assert cfg.trainer.log_every_n_steps == log_every
@@ -71,7 +71,7 @@ def test_tracking_is_offline_by_default(monkeypatch):
     assert configured("logger=wandb").logger.offline is True
     assert configured("logger=wandb", "logger.offline=false").logger.offline is False
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert configured("logger=wandb").logger.offline is False  # which leaves it to WANDB_MODE
+    assert configured("logger=wandb").logger.offline is False  # leaves the choice to WANDB_MODE
 
 
 IMAGENET = "recipe=resnet50_64k data=synthetic"
@@ -156,7 +156,7 @@ def test_an_argument_that_conf_leaves_out_is_named_with_the_plus_that_adds_it():
 
 
 def test_a_key_that_hydra_notes_on_an_error_is_named_as_one_in_its_message():
-    """Hydra 1.4 does the one, 1.3 the other."""
+    """Hydra 1.4 adds the note, and 1.3 changes the message."""
     error = ValueError("`width` (=0) must be above zero.")
     error.add_note("full_key: model")
     in_message = ValueError("`width` (=0) must be above zero.\nfull_key: model")
@@ -250,13 +250,13 @@ SLURM = {
         ({}, ("auto", 1)),
         ({"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "3"}, (4, 3)),
         (SLURM, (8, 2)),
-        # an interactive shell: Lightning starts the ranks
+        # In an interactive shell, Lightning starts the ranks.
         (
             SLURM | {"SLURM_JOB_NAME": "bash"},
             ("auto", 1),
         ),
         ({name: SLURM[name] for name in ("SLURM_NTASKS", "SLURM_NNODES")}, ("auto", 2)),
-        # torchrun in a SLURM job
+        # Torchrun in a SLURM job.
         (
             SLURM | {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
             (4, 2),
@@ -295,12 +295,12 @@ def test_a_limit_takes_the_fewest_equal_batches(share, limit, rounds):
         match=rf"`global_batch_size` \(={2 * share}\) must be divisible into equal batches",
     ) as told:
         accumulation(2 * share, None, limit, 2, 1)
-    for advised in re.findall(r"=(\d+) or (\d+), or", str(told.value))[0]:  # what it advises fits
+    for advised in re.findall(r"=(\d+) or (\d+), or", str(told.value))[0]:  # the advised values fit
         assert accumulation(int(advised), None, limit, 2, 1) >= 1
 
 
 def test_the_paper_s_batch_reaches_any_number_of_gpus_and_a_batch_of_a_rank_wins_over_the_limit():
-    """65,536 images and at most 128 at a time."""
+    """The paper uses 65,536 images per step, and at most 128 at a time."""
     for ranks, rounds in ((2048, 1), (512, 1), (256, 2), (8, 64), (1, 512)):
         assert accumulation(65536, None, 128, 1, ranks) == rounds
     assert accumulation(256, 64, 8, 2, 1) == 2

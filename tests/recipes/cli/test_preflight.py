@@ -1,4 +1,4 @@
-"""Launchers, ports, interfaces, disks that cannot work: refused before anything starts, by name and with a cure."""
+"""Launchers, ports, interfaces and disks that cannot work: each gives an early error with its name and a remedy."""
 
 import resource
 import socket
@@ -70,7 +70,7 @@ WRONG = [
         r"`SLURM_PROCID` \(=2\) must be below `SLURM_NTASKS` \(=2\).* with srun",
     ),
     (SLURM, {"SLURM_PROCID": None}, r"`SLURM_PROCID` must be set if `SLURM_NTASKS` is"),
-    # left behind: Lightning would take it for a launcher's, start no other rank, and wait for them
+    # A leftover variable. Lightning would attribute it to a launcher, start no other rank, and wait for the others.
     (
         {},
         {"LOCAL_RANK": "1", "MASTER_PORT": "29500"},
@@ -88,7 +88,7 @@ def test_what_a_launcher_got_wrong_is_refused(launcher, changes, message):
 
 def test_a_job_as_launchers_start_it_is_let_through(tmp_path):
     preflight.check_environment(tmp_path / "new" / "folder ä", TORCHRUN)
-    assert list((tmp_path / "new" / "folder ä").iterdir()) == []  # nothing is left behind
+    assert list((tmp_path / "new" / "folder ä").iterdir()) == []  # no file is left behind
     by_srun = SLURM | {"OMP_NUM_THREADS": "4,2", "WANDB_MODE": "offline"}
     by_lightning = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}  # in an interactive shell
     by_torchrun = TORCHRUN | {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"}
@@ -130,7 +130,7 @@ def test_as_many_files_as_are_allowed_may_be_open(monkeypatch, limits, allowed):
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append((which, both)))
     preflight.raise_descriptors()
     assert asked == ([] if allowed is None else [(resource.RLIMIT_NOFILE, (allowed, limits[1]))])
-    # before ranks fail to connect
+    # The error comes before ranks fail to connect.
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 255))
     with pytest.raises(ValueError, match=r"`ulimit -n` \(=255\) must be at least 256"):
         preflight.check_environment(None, {})
@@ -146,13 +146,14 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
             match=r"`MASTER_PORT` \(=\d+\) must be a port that this process can listen on",
         ):
             preflight.check_environment(None, mine)
-        preflight.check_environment(None, mine | {"NODE_RANK": "1"})  # the first node opens it
-        # torchrun's agent has
+        # the first node opens the port
+        preflight.check_environment(None, mine | {"NODE_RANK": "1"})
+        # Torchrun's agent has opened the port.
         preflight.check_environment(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})
 
 
 def test_nccls_own_way_of_naming_interfaces_is_let_through():
-    """A list begins with ^ (all but these) or = (these very names). Otherwise it holds beginnings of names."""
+    """A list may begin with ^ (all except these) or = (exactly these names). Otherwise it has prefixes of names."""
     for names in ("^docker,eth99", "=eth99", "l", ""):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
     with pytest.raises(
@@ -163,7 +164,7 @@ def test_nccls_own_way_of_naming_interfaces_is_let_through():
 
 
 def test_a_port_that_only_lingers_is_free():
-    """Closed connections keep a port for a minute after a job, and torch's store can still open it."""
+    """Closed connections keep a port for a minute after a job, but torch's store can still open it."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
@@ -171,9 +172,10 @@ def test_a_port_that_only_lingers_is_free():
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = listener.accept()
-            accepted.close()  # the first to close lingers
+            accepted.close()  # the side that closes first lingers
             client.recv(1)
-    with socket.socket() as plain, pytest.raises(OSError, match="in use"):  # a control
+    # without the option, the port is in use
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(("", port))
     preflight.check_environment(None, {"MASTER_PORT": str(port)})
 

@@ -1,4 +1,4 @@
-"""Fits whose accuracy is known beforehand, for processes that import nothing heavy."""
+"""Fits with a known accuracy, for processes that avoid heavy imports."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from recipes.comparison.fits import FitResult
 
 
 def values_of(request):
-    """The last value of each override."""
+    """Return the last value of each override."""
     values = {}
     for override in request.overrides:
         key, _, value = override.partition("=")
@@ -18,9 +18,10 @@ def values_of(request):
 
 
 def planted(request):
-    """The accuracy falls with the distance of the rate from 0.5, by an offset of the arm and one of the seed.
+    """Return an accuracy that falls with the learning rate's distance from 0.5, minus offsets of variant and seed.
 
-    Each call leaves a line. A file `kill_at` beside it holds the number of the call that kills the study.
+    Each call appends a line to a file. If a file `kill_at` exists next to it, the call with the number in this file
+    kills the study.
     """
     values = values_of(request)
     folder = Path(values["folder"])

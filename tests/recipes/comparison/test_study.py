@@ -1,4 +1,4 @@
-"""A study tunes every arm equally, pairs seeds, forgets nothing that ended and repeats nothing of it."""
+"""Comparison study: it tunes every variant equally, pairs seeds, and neither loses nor repeats finished fits."""
 
 import statistics
 import subprocess
@@ -26,7 +26,7 @@ NUM_FITS = 3 * (4 + 3)  # cells, each with four trials and three seeds
 
 
 def plan_of(folder, **changes):
-    """Two arms, the second at two shares and 2 points worse, with the second in place of a part."""
+    """Return a plan with two variants, of which the second has two shares and is 2 points worse."""
     axes = {"lr": (0.01, 1.0)}
     settings = {
         "arms": {
@@ -44,14 +44,14 @@ def plan_of(folder, **changes):
 
 
 class PoolOfThreads(fits.FitPool):
-    """Pool whose tasks run in this process, which is quicker."""
+    """Pool that runs its tasks in this process, which is faster."""
 
     def call(self, function, argument):
         return function(argument)
 
 
 def studied(folder, *, pool_class=PoolOfThreads, num_workers=2, **changes):
-    """Run a study in `folder` and return its plan and the results of its cells."""
+    """Run a study in `folder`, and return its plan and the results of its cells."""
     plan = plan_of(folder, **changes)
     results = {}
     with journal.only_user_of(folder), pool_class(num_workers) as pool:
@@ -78,7 +78,8 @@ def test_the_point_with_the_best_held_out_accuracy_is_tested_with_every_seed(tmp
     base, method, _ = results.values()
     difference = paired.paired_difference(method.accuracies, base.accuracies)
     assert difference.mean == pytest.approx(-2.0)
-    assert difference.half == pytest.approx(0.0, abs=1e-9)  # seeds are paired: their spread is gone
+    # seeds are paired, so their spread cancels
+    assert difference.half == pytest.approx(0.0, abs=1e-9)
     assert statistics.stdev(base.accuracies.values()) > 0.5
     assert [result.num_steps for result in results.values()] == [10, 100, 500]
 
@@ -96,7 +97,7 @@ def test_the_table_shows_each_cell_with_its_difference_and_verdict(tmp_path):
 
 
 def killed_study(folder):
-    """Run the study of the test below in processes, which one of them kills."""
+    """Run the study of the following test in processes, one of which kills it."""
     studied(folder, pool_class=fits.FitPool, num_workers=1, **FEW_FITS)
 
 
@@ -129,7 +130,7 @@ def test_a_killed_study_continues_to_the_same_table_and_repeats_only_what_was_un
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert killed.returncode == -9, killed.stderr
     with open(folder / "journal.jsonl", "a") as file:
-        file.write('{"op_code": 4, "wor')  # a line that was killed in the middle
+        file.write('{"op_code": 4, "wor')  # a line that was cut off by a kill
     continued_plan, continued = studied(folder, **FEW_FITS)
     assert table_of(continued_plan, continued) == table_of(plan, whole)
     repeated = [name for name, count in calls(folder).items() if count > 1]
@@ -234,7 +235,7 @@ def test_every_arm_is_a_configuration_that_train_accepts():
             cfg = composed("train", *overrides, "run_dir=x")
             config_check.check(cfg, TRAIN_KEYS)
             batches.add((cfg.batch_size_per_rank, cfg.trainer.max_epochs))
-            assert "last" in cfg.callbacks  # a fit continues from it
+            assert "last" in cfg.callbacks  # a fit resumes from it
             assert "recalibrate_bn" in cfg.callbacks
     assert batches == {(128, 90)}
 
@@ -259,7 +260,7 @@ def test_each_part_differs_from_the_method_in_its_own_keys():
 
 
 def configured_train(plan, name):
-    """Return the values of an arm's configuration by dotted key. References are not resolved."""
+    """Return the values of a variant's configuration by dotted key, with unresolved references."""
     cfg = composed("train", *plan.tuning_overrides(Cell(name, 0.25)), "run_dir=x")
     return flat(OmegaConf.to_container(cfg, resolve=False))
 

@@ -1,4 +1,4 @@
-"""Digits, and loaders of images in memory: the split, views of images, places. Orders: `tests/data/test_order.py`."""
+"""Digits, and loaders of images in memory: split, views and positions. `tests/data/test_order.py` tests the order."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ AS_STORED = Normalize(mean=0.0, std=1.0)
 
 
 def numbered(num_images: int) -> ImageSet:
-    """Images whose label is their own number, all pixels of the same grey."""
+    """Return images whose label is their own index, with all pixels of the same grey."""
     labels = torch.arange(num_images)
     return ImageSet(
         images=(labels % 251 + 1).to(torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 1, 4, 4),
@@ -87,7 +87,7 @@ def test_a_loader_continues_from_its_state_which_is_that_of_every_rank(batches_d
             next(iterator)
     assert loaders[0].state_dict() == loaders[1].state_dict()
     resumed.load_state_dict(loaders[0].state_dict())
-    # at the end of an epoch the next one begins
+    # At the end of an epoch, the next one begins.
     if batches_done < 8:
         remaining = whole[batches_done:]
     else:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST from hand-made files: what is read, what is held out, and what is refused."""
+"""Fashion-MNIST from synthetic files: reading, held-out images, and errors."""
 
 import gzip
 import hashlib
@@ -24,13 +24,13 @@ NUM_TEST = 20
 
 
 def idx_file(array: np.ndarray) -> bytes:
-    """The content of an IDX file of bytes."""
+    """Return the content of an IDX file of bytes."""
     header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     return header + array.astype(np.uint8).tobytes()
 
 
 def random_images(num_images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images of noise, and labels of which each class has as many."""
+    """Return images of noise, and labels with equal counts for all classes."""
     generator = np.random.default_rng(seed)
     return generator.integers(0, 256, (num_images, 28, 28), dtype=np.uint8), np.arange(
         num_images
@@ -39,7 +39,7 @@ def random_images(num_images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder with four small files, whose checksums are those of the published ones for the test."""
+    """Create a folder with four small files, and replace the published checksums by theirs."""
     folder = tmp_path / "fashion"
     folder.mkdir()
     checksums = {}
@@ -221,7 +221,7 @@ def test_a_recipe_trains_and_tests_on_what_the_files_hold(recipe, root):
         "warmup_epochs=0",
     ]
     if recipe == "fashion_mnist":
-        words.append("strategy.loss_scale=16")  # a dynamic one skips its first steps
+        words.append("strategy.loss_scale=16")  # a dynamic scale skips its first steps
     trainer, module, data = build(composed("train", *words))
     before = [weight.detach().clone() for weight in module.parameters()]
     trainer.fit(module, data)

@@ -1,4 +1,4 @@
-"""Glyphs: fonts that training has not seen, nothing blank, the same images every time."""
+"""Glyphs data set: test fonts are not in training, no image is blank, and images are reproducible."""
 
 import itertools
 
@@ -22,13 +22,13 @@ def test_every_font_draws_every_character_whole_and_no_two_alike(name):
     masks = [glyphs._mask(*pair) for pair in itertools.product(FONTS[name], CHARACTERS)]
     for mask in masks:
         assert mask.sum() > 100  # pixels of ink; an I would have about 300
-        # nothing cut off
+        # Nothing is cut off.
         assert mask[:2].sum() == mask[-2:].sum() == mask[:, :2].sum() == mask[:, -2:].sum() == 0
     assert len({mask.numpy().tobytes() for mask in masks}) == len(masks)
 
 
 def test_images_are_not_blank_nor_alike_the_same_every_time_and_others_with_another_seed():
-    """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black. A character adds its own."""
+    """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black. A character adds to it."""
     images, labels = rendered("train", num_images=150, seed=3)
     images_again, labels_again = rendered("train", num_images=150, seed=3)
     images_of_seed_4, _ = rendered("train", num_images=150, seed=4)

@@ -1,4 +1,4 @@
-"""Packing: shuffled, resumable after a kill, whole or not at all. What is corrupt is listed."""
+"""Packing of images: shuffled, resumable after a kill, complete or absent, with a list of corrupt files."""
 
 import io
 
@@ -60,14 +60,14 @@ def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(r
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     sizes = [path.stat().st_size for path in sorted((tmp_path / "a" / "train").glob("*.bin"))]
     assert len(sizes) > 3
-    # about 6000, from the mean size of a sample
+    # About 6000, from the mean size of a sample.
     assert all(3000 < size < 9000 for size in sizes[:-1])
     assert not list(tmp_path.glob("a/*/*.part"))
     assert not list(tmp_path.glob("a/*/*.unfinished"))
 
 
 class KilledError(BaseException):
-    """Nothing in the code under test may catch it."""
+    """Kill of the process, which the code under test must not catch."""
 
 
 @pytest.mark.parametrize("when", [9, 22])
@@ -78,7 +78,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(root, tmp_path, m
 
     def killed(self, data):
         calls.append(1)
-        if len(calls) == 23 + when:  # the first 23 are the sample's
+        if len(calls) == 23 + when:  # the first 23 calls belong to the sample
             raise KilledError
         return prepared(self, data)
 
@@ -96,7 +96,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(root, tmp_path, m
     monkeypatch.setattr(Packing, "prepared", counted)
     packing_of(root, tmp_path / "killed", num_threads=1).run()
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
-    assert len(calls) < 23 + 8 or num_whole == 0  # whole shards were not made again
+    assert len(calls) < 23 + 8 or num_whole == 0  # complete shards were not made again
 
 
 def test_another_packing_into_the_same_folder_is_refused(root, tmp_path):
@@ -131,7 +131,7 @@ def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path
         original = Image.open(io.BytesIO(image_of(number)))
         resized = original.resize(image.size, Image.Resampling.BILINEAR)
         difference = np.asarray(image).astype(int) - np.asarray(resized).astype(int)
-        # the error of the second JPEG
+        # The error of the second JPEG encoding.
         assert np.abs(difference).mean() < 4
 
 

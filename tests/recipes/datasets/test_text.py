@@ -1,4 +1,4 @@
-"""Text becomes tokens once. What is masked in them follows from seed, epoch and sequence alone."""
+"""Text data: tokenized once, with masks that depend only on seed, epoch and sequence."""
 
 import json
 import os
@@ -28,7 +28,7 @@ WORDS = "the quick brown fox jumps over a lazy dog and Runs away".split()
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A folder of text: many files, one of them long, and one that is no text."""
+    """Create a folder of text with many files, one of them long, and one file that is not text."""
     folder = tmp_path_factory.mktemp("text")
     generator = np.random.default_rng(0)
     for number in range(30):
@@ -62,7 +62,7 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     assert [len(shard) for shard in shards[:-1]] == [1000] * (len(shards) - 1)
     tokens = np.concatenate(shards)
     words = tokenizer.decode(tokens[tokens != SEP].tolist()).split()
-    # whole words, of lower case, none unknown
+    # Whole words in lower case, all of them known.
     assert set(words) == {word.lower() for word in WORDS}
     with pytest.raises(
         ValueError, match=r"`out` .* must be empty or hold data packed with the same options"
@@ -71,7 +71,7 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
 
 
 def test_a_tokenizer_is_the_same_in_each_process(text, packed, tmp_path):
-    """Its trainer goes through hash tables, whose order differs between processes, and within one."""
+    """The trainer of the tokenizer uses hash tables, whose order differs between processes and even within one."""
     expected = (packed / "tokenizer.json").read_text()
     for number in range(3):
         out = tmp_path / str(number)
@@ -90,7 +90,7 @@ def test_a_damaged_shard_is_found(text, tmp_path):
 
 
 def test_sequences_of_any_length_are_the_text_in_its_order(packed):
-    """Two lengths over the same shards, whose ends fall within sequences."""
+    """Two sequence lengths use the same shards, whose ends fall within sequences."""
     whole = [np.concatenate(list(Sequences(packed, "train", length))) for length in (9, 130)]
     shortest = min(map(len, whole))
     assert shortest > 2000
@@ -103,15 +103,15 @@ def test_15_percent_are_masked_of_which_80_are_masks_and_10_other_tokens():
     assert {len(set(masked)) for masked, _ in seen} == {30}
     masked = np.concatenate([positions for positions, _ in seen])
     shown = np.concatenate([tokens_shown for _, tokens_shown in seen])
-    number = len(masked)  # 12,000: standard deviations of 44 and 33
+    number = len(masked)  # 12,000; the standard deviations are 44 and 33
     assert abs((shown == MASK).sum() - 0.8 * number) < 200
     assert abs((shown == tokens[masked]).sum() - 0.1 * number) < 150
     assert shown[shown != MASK].min() >= len(SPECIAL_TOKENS)
-    assert np.bincount(masked, minlength=200).min() > 20  # any position may be
+    assert np.bincount(masked, minlength=200).min() > 20  # any position may be masked
 
 
 def batches(packed, *, world_size=1, accumulate=1, epoch=0, first=0):
-    """Return tokens and targets of each global batch, sorted, over all ranks."""
+    """Return tokens and targets of each global batch over all ranks, in sorted order."""
     rows_by_step = {}
     for rank in range(world_size):
         order = EpochOrder(

@@ -1,4 +1,4 @@
-"""The check of a GPU: a check that fails, dies or hangs is a line and not the end. No Hydra and no wandb is needed."""
+"""GPU check: checks that fail, die or hang are reported, and the next one runs. Hydra and wandb are not needed."""
 
 import json
 import os
@@ -38,7 +38,7 @@ HANGS_AFTER_S = 4  # ample for a process that is forked and starts another
 
 
 def ends(how, request):
-    """Run a check that ends by `how`. One that hangs starts a process, which must not outlive it."""
+    """Run a check that ends in the way of `how`. If it hangs, its child process must not outlive it."""
     print("what led to it")
     if how == "wrong":
         raise AssertionError("two is not three\nand more")
@@ -114,13 +114,13 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
         outcome = outcomes["hangs"]
         assert outcome.status == status
         assert (outcome.message == "no time left: increase `minutes`") is (status == "SKIP")
-        # The total time also pays for the start of the processes, a check's own limit does not.
+        # The total time includes the start of the processes, and a check's own limit does not.
         assert time.monotonic() - began_s >= min(limit_s, total_s)
         assert status == "SKIP" or outcome.seconds >= limit_s
 
 
 def finishes_late(request):
-    """Run a check whose ranks take longer than their limit, as when most of the time is used up."""
+    """Run a check whose ranks exceed their limit, as if most of the time had been used up."""
     worlds.run_world(
         request,
         lambda request, rank, num_ranks: time.sleep(60),
@@ -130,7 +130,7 @@ def finishes_late(request):
 
 
 def finds_nobody(request):
-    """Run a check in which a rank waits in vain for the others."""
+    """Run a check in which a rank waits for the others in vain."""
 
     def run(request, rank, num_ranks):
         raise RendezvousError(
@@ -238,7 +238,7 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_gpu_check_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
-    """All its modules are imported at once. Of the checks some that start processes, train, save and draw no page."""
+    """All its modules are imported. Some checks that start processes, train and save run, without a drawn page."""
     names = (
         "resumes",
         "who_waits",

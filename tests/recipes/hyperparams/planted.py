@@ -1,4 +1,4 @@
-"""Trials whose outcome is known beforehand, for processes that import nothing heavy."""
+"""Trials with a known outcome, for processes that avoid heavy imports."""
 
 import math
 import os
@@ -12,11 +12,11 @@ from recipes.hyperparams.processes import Report
 
 @dataclass(frozen=True)
 class Planted:
-    """The loss is the squared distance, in powers of ten, from the planted optimum. Every call leaves a line."""
+    """Trial whose loss is the squared distance in decades from the planted optimum. Each call is recorded in a file."""
 
     optimum: float = 1.0
     calls: str = ""
-    kill_at: int = 0  # kill the search in the call of this number
+    kill_at: int = 0  # number of the call in which the search is killed
     exit_above: float = math.inf
     fail_above: float = math.inf
     diverge_above: float = math.inf

@@ -1,4 +1,4 @@
-"""A search finds a planted optimum, resumes without repeating a trial, and survives what a trial does."""
+"""Hyperparameter search: finds a planted optimum, resumes without repeating trials, and survives failing trials."""
 
 import math
 import os
@@ -65,10 +65,11 @@ def best_rate(search):
 def test_the_best_is_as_close_to_a_planted_optimum_as_the_finest_grid_allows(
     tmp_path_factory, decade
 ):
-    """Grid points are 1 decade apart, after two zooms by 2 a quarter. So the best is an eighth away at most."""
+    """Grid points are 1 decade apart, and a quarter after two zooms by 2. The best is at most an eighth away."""
     search = open_search(tmp_path_factory.mktemp("search"))
     run_here(search, Planted(optimum=10**decade))
-    assert abs(math.log10(best_rate(search)) - decade) <= 1 / 8 + 1e-5  # six digits of a rate
+    # six digits of a learning rate
+    assert abs(math.log10(best_rate(search)) - decade) <= 1 / 8 + 1e-5
     assert [len(trials) for trials in search.rounds()] == [5, 2, 2]
     assert search.num_trials == 9
     assert search.is_complete()
@@ -132,12 +133,12 @@ run_here(open_search(folder), Planted(optimum=3.0, calls=str(folder / "calls"), 
 
 
 def test_a_killed_search_continues_and_runs_no_trial_twice(tmp_path):
-    """Killed in the seventh of nine trials, by the kernel: the seventh alone is run again."""
+    """The kernel kills it in the seventh of nine trials, and only the seventh is run again."""
     command = [sys.executable, "-c", RUN_AND_KILL, str(tmp_path)]
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert killed.returncode == -9, killed.stderr
     with open(tmp_path / "journal.jsonl", "a") as file:
-        file.write('{"op_code": ')  # a line whose write was cut off
+        file.write('{"op_code": ')  # a line that was cut off
 
     search = open_search(tmp_path)
     assert (search.num_ended(), search.is_complete()) == (6, False)
@@ -179,7 +180,7 @@ def test_two_searches_share_a_directory_and_a_trial_is_interrupted_only_once_its
             assert float(process.stdout.readline()) == 0.01
             search = open_search(tmp_path)
             run_here(search, Planted())
-            # the round waits for the trial of the other process
+            # The round waits for the trial of the other process.
             assert rates(ended(search)) == [0.1, 1.0, 10.0, 100.0]
             assert search.others_run()
         finally:
@@ -197,7 +198,7 @@ def test_no_trial_starts_after_the_budget(tmp_path):
 
 
 def test_a_trial_behind_the_median_is_stopped_and_never_the_best(tmp_path):
-    """Losses in the order of the grid: 4, 1, 0, 1, 4. The fifth is behind the median of the four before."""
+    """In grid order the losses are 4, 1, 0, 1, 4. The fifth is worse than the median of the four earlier ones."""
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=50)
     search = open_search(tmp_path, sampler=CoarseToFine([LR], num_rounds=1), pruner=pruner)
     TrialRunner(search, Planted()).run()
@@ -272,7 +273,7 @@ def test_the_table_has_every_trial_once_best_first_with_round_and_reason(tmp_pat
 
 @dataclass(frozen=True)
 class Places:
-    """The outcome has this process's place in the world. `bad`: rank 1 ends so, while the others wait."""
+    """Trial whose outcome contains this process's ranks. With `bad`, rank 1 ends that way while the others wait."""
 
     bad: str = ""
 

@@ -1,4 +1,4 @@
-"""Trials are real runs of the training recipe: validated, tested if allowed, ended when they have lost."""
+"""Trials as real runs of the training recipe: validated, optionally tested, and stopped when they have failed."""
 
 import math
 from unittest import mock
@@ -12,7 +12,7 @@ from recipes.training.classifier import Classifier
 
 SMALL = (
     "recipe=claim_digits",
-    "global_batch_size=600",  # two steps an epoch
+    "global_batch_size=600",  # two steps per epoch
     "batch_size_per_rank=null",
     "label_smoothing=0.0",
     "warmup_epochs=0.5",
@@ -29,7 +29,10 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def _environment_as_it_was(monkeypatch):
-    """Lightning leaves the seed of a trial in the environment, which a process of its own takes with it."""
+    """Restore the environment after a trial, in which Lightning leaves its seed.
+
+    A trial in a separate process takes the seed with it when it ends.
+    """
     for name in launch.LAUNCH_VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -71,7 +74,7 @@ def test_a_loss_that_is_not_finite_ends_the_trial():
 
 
 def test_a_trial_that_ends_at_chance_has_diverged_although_its_loss_is_finite(monkeypatch):
-    """A network of dead units: the same logits for every image, of which only the last bias still learns."""
+    """The network has only dead units and returns equal logits for all images. Only its last bias still learns."""
     whole = Classifier.forward
     monkeypatch.setattr(Classifier, "forward", lambda module, images: 0.0 * whole(module, images))
     lost = trial("optim.lr=4")

@@ -1,4 +1,4 @@
-"""AlexNet-BN: its shape is the published one, its initialisation is the documented one."""
+"""AlexNet-BN with its published shape and its documented initialisation."""
 
 import pytest
 import torch
@@ -77,15 +77,16 @@ def test_at_imagenets_size_parameters_split_as_the_docstring_says():
     assert sum(numel(layer.parameters()) for layer in in_convolutions) == 2_752
     assert numel(bn5.parameters()) == 512
     excluded = numel(parameter for parameter in network.parameters() if parameter.dim() == 1)
-    # as published: the share without decay
+    # As published: the share without decay.
     assert round(100 * excluded / numel(network.parameters()), 2) == 0.02
     with_bias = imagenet(conv_bias=True)
     norms = sum(numel(layer.parameters()) for layer in layers_of(with_bias, nn.BatchNorm2d))
-    assert numel(with_bias.parameters()) - norms == 62_378_344  # of the article, without batch norm
+    # from the article, without batch norm
+    assert numel(with_bias.parameters()) - norms == 62_378_344
 
 
 def test_layers_start_at_fan_in_scale_or_at_the_given_deviation_and_biases_at_zero():
-    """A sample deviation is off by std / sqrt(2 n), which is under 2 % for each of these. 10 % are five times that."""
+    """A sample deviation is off by std / sqrt(2 n), under 2 % for each layer. The bound of 10 % is five times that."""
     torch.manual_seed(0)
     network = small(width=0.5)
     with_fc_std = small(width=0.25, image_size=32, fc_std=0.005, conv_bias=True)

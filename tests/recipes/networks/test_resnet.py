@@ -1,4 +1,4 @@
-"""ResNet: names, shapes, strides and initialisation are the published ones. FLOPs of networks too."""
+"""ResNet with its published names, shapes, strides and initialisation, and FLOPs of networks."""
 
 import copy
 import json
@@ -12,9 +12,9 @@ from recipes.networks.alexnet import AlexNet, AlexNetBN
 from recipes.networks.flops import forward_flops_per_image, training_flops_per_image
 from recipes.networks.resnet import BasicBlock, Bottleneck, ResNet
 
-# Written by torchvision 0.28.0's own `resnet18()`, `resnet50()` and `alexnet()`.
+# Written by `resnet18()`, `resnet50()` and `alexnet()` of torchvision 0.28.0.
 TORCHVISION = json.loads(Path(__file__).with_name("torchvision_0_28_state_dicts.json").read_text())
-# `num_params` in torchvision 0.28.0's `ResNet<depth>_Weights`
+# `num_params` in `ResNet<depth>_Weights` of torchvision 0.28.0.
 NUM_PARAMETERS = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
 
 
@@ -43,7 +43,7 @@ def shapes_of(network):
     ids=["resnet18", "resnet50", "resnet50 v1", "alexnet"],
 )
 def test_state_dicts_interchange_with_torchvisions(name, network):
-    """Order too: optimizers keep their state by position."""
+    """The order is equal, too, because optimizers keep their state by position."""
     assert list(shapes_of(network).items()) == list(TORCHVISION[name].items())
 
 
@@ -98,7 +98,7 @@ def test_width_scales_every_channel(depth):
 
 
 def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
-    """A sample deviation is off by std / sqrt(2 n): at most 1.2 % of the 3,456 weights of the smallest here."""
+    """A sample deviation is off by std / sqrt(2 n), at most 1.2 % for the 3,456 weights of the smallest layer here."""
     torch.manual_seed(0)
     network = ResNet(depth=50, num_classes=100, width=0.25, in_channels=3)
     checked = 0
@@ -106,7 +106,7 @@ def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
         if isinstance(layer, nn.Conv2d) and layer.weight.numel() >= 3000:
             fan_in = layer.in_channels * layer.kernel_size[0] ** 2
             assert layer.weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.06)
-            checked += layer.in_channels != layer.out_channels  # where fan-in and fan-out differ
+            checked += layer.in_channels != layer.out_channels  # fan-in and fan-out differ here
     assert checked >= 20
     assert network.fc.weight.std().item() == pytest.approx(0.01, rel=0.06)
     assert not network.fc.bias.any()
@@ -134,7 +134,7 @@ def test_zero_gamma_says_which_normalisations_start_at_zero(depth, last):
     assert norms_at_zero(zero_gamma="shortcut") == projected
     assert len(projected) == (4 if depth == 50 else 3)
     assert norms_at_zero(zero_gamma="none") == set()
-    for name in ("layer1.1", "layer2.0"):  # so a block starts as its shortcut
+    for name in ("layer1.1", "layer2.0"):  # so that a block starts as its shortcut
         block = blocks[name]
         x = torch.randn(2, block.conv1.in_channels, 8, 8)
         shortcut = x if block.downsample is None else block.downsample(x)
@@ -193,7 +193,7 @@ def by_layer(network, images):
     ids=["ResNet-18", "AlexNetBN"],
 )
 def test_counts_follow_from_the_layers_shapes(network, image_shape):
-    """Backward: each layer's weights and inputs cost a forward each. The images themselves need no gradient."""
+    """In backward, each layer's weights and inputs cost one forward each. The images need no gradient."""
     first, *later = by_layer(copy.deepcopy(network), torch.randn(2, *image_shape))
     assert forward_flops_per_image(network, image_shape) == 2 * (first + sum(later))
     assert training_flops_per_image(network, image_shape) == 2 * (2 * first + 3 * sum(later))

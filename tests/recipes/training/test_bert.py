@@ -1,4 +1,4 @@
-"""BERT on masked text: the same losses on any ranks and in any precision, exact resume, a phase after another."""
+"""BERT on masked text: equal losses for any ranks and precision, exact resumes, and a second phase."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ from tests.scenes import Saves, at, same
 pytest.importorskip("transformers")
 
 NUM_STEPS = 20
-# the second: a change of a thousandth moves losses of 6 by 1.1e-4
+# For the second precision: a change of one thousandth moves losses of about 6 by 1.1e-4.
 BOUNDS = {
     "32-true": 1e-5,
     "16-true": 2e-5,
@@ -91,7 +91,7 @@ STAGES = "strategy=pipeline trainer.accumulate_grad_batches=1 strategy.num_micro
     ("num_stages", "precision", "bound"),
     [
         (4, "64-true", 1e-10),
-        # with layers cut it is in every run
+        # The case with sliced layers is in every run.
         pytest.param(2, "32-true", 1e-5, marks=pytest.mark.long),
         pytest.param(4, "32-true", 1e-5, marks=pytest.mark.long),
         pytest.param(2, "64-true", 1e-10, marks=pytest.mark.long),
@@ -120,14 +120,14 @@ def fitted_in_slices(options, *args):
 
 
 def fitted_in(layout, rank_pool, *args, **options):
-    """Return losses and weights, on one rank or in two stages whose layers are cut in two, equal on all ranks."""
+    """Return losses and weights, on one rank or in two stages with layers sliced in two, equal on all ranks."""
     if layout is ONE_RANK:
         return fitted(*args, *layout, **options)
     results = rank_pool.ranks(4).run(fitted_in_slices, options, *args, *layout, timeout_s=300)
     weights_of_rank_0 = results[0][1]
     for rank, (_, weights) in enumerate(results):
         assert same(weights, weights_of_rank_0), f"rank {rank}"
-    # each data rank has half of a batch
+    # Each data rank has half of a batch.
     means = [(results[stage][0] + results[2 + stage][0]) / 2 for stage in range(2)]
     assert torch.equal(*means)
     return means[0], weights_of_rank_0
@@ -140,7 +140,7 @@ def fitted_in(layout, rank_pool, *args, **options):
 def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(
     rank_pool, text, precision, bound
 ):
-    # the clipping moves losses by a thousandth
+    # Clipping moves losses by a thousandth.
     words = (text, f"precision={precision}", "trainer.gradient_clip_val=0.5")
     whole, weights = undisturbed(*words, "strategy=ddp")
     losses, cut_weights = fitted_in(TWO_BY_TWO, rank_pool, *words)
@@ -152,7 +152,7 @@ def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(
     "layout", [ONE_RANK, pytest.param(TWO_BY_TWO, marks=pytest.mark.long)], ids=["1", "2x2"]
 )
 def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_pool, text, layout):
-    """The band: largest distance from fp32 where each weight is changed by a random thousandth at the start."""
+    """The band is the largest distance from fp32 if each initial weight is changed randomly by a thousandth."""
     whole, _ = undisturbed(text)
     spoiled, _ = fitted(text, *ONE_RANK, spoil=1e-3)
     band = (spoiled - whole).abs().max()
@@ -168,7 +168,7 @@ def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_p
     ids=["2x2 to 2x2", "2x2 to 1", "1 to 2x2"],
 )
 def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then, precision):
-    """To the bit in the same one. The checkpoint is within an epoch."""
+    """The checkpoint is within an epoch. The run resumes bit for bit in the same layout."""
     words = (text, f"precision={precision}", "trainer.max_steps=10")
     path = str(tmp_path / "some.ckpt")
     losses, weights = fitted_in(first, rank_pool, *words, callbacks=[Saves(path, step=6)])
@@ -181,7 +181,7 @@ def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then,
 
 
 def test_a_resumed_run_ends_with_the_same_bits(text, tmp_path):
-    """Dropout is on, and the checkpoint is within an epoch. The second run hides what the first would have."""
+    """Dropout is on, and the checkpoint is within an epoch. The resumed run uses the same masks and dropout."""
     path = str(tmp_path / "some.ckpt")
     words = ("trainer.devices=1", "model.dropout=0.1", "precision=16-true", "trainer.max_steps=10")
     losses, weights = fitted(text, *words, callbacks=[Saves(path, step=7)])

@@ -1,4 +1,4 @@
-"""The recipe's module: fp32 loss, schedule over the whole run, one network judged by all ranks."""
+"""Classifier module of the recipes: fp32 loss, a schedule over the whole run, and equal evaluation on all ranks."""
 
 import logging
 import logging.handlers
@@ -38,7 +38,7 @@ def classifier(**options):
 
 
 def fit(options=None, data=DigitsDataModule, looks=None, **settings):
-    """Fit on this rank and return trainer, module and what the hooks `looks` returned."""
+    """Fit on this rank and return trainer, module and the return values of the hooks `looks`."""
     module = classifier(**options or {})
     looks = at(**looks or {})
     settings = {"precision": "16-true", "max_epochs": 2, "limit_val_batches": 0} | settings
@@ -66,7 +66,7 @@ def rate_of_step(trainer, module, *_):
 
 
 def test_a_run_that_resumes_to_a_greater_length_follows_its_own_schedule_and_warns(tmp_path):
-    """`max_epochs=2`, then the same with `max_epochs=3` from its checkpoint."""
+    """A run with `max_epochs=2` resumes from its checkpoint with `max_epochs=3`."""
     trainer, _ = resumed_rates(None, max_epochs=2)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     _, whole = resumed_rates(None, max_epochs=3)
@@ -85,7 +85,7 @@ def test_a_run_that_resumes_to_a_greater_length_follows_its_own_schedule_and_war
 
 
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
-    """BatchNorm statistics are each rank's own after a step of training. All must judge the ones that are saved."""
+    """After a training step, BatchNorm statistics differ between ranks. All ranks must test those that are saved."""
     rank_0, rank_1 = two_ranks.run(statistics_of_a_test)
     assert not torch.equal(rank_0.trained, rank_1.trained)
     assert torch.equal(rank_0.tested, rank_0.trained)
@@ -95,7 +95,7 @@ def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
 
 @dataclass
 class RankResult:
-    """Running means after training and after the test, and the test's accuracy."""
+    """Running means after training and after the test, and the accuracy of the test."""
 
     trained: torch.Tensor
     tested: torch.Tensor
@@ -117,7 +117,7 @@ def statistics_of_a_test():
 
 
 class Odd(DigitsDataModule):
-    """178 images to validate, in batches of 59."""
+    """Data module with 178 validation images in batches of 59."""
 
     def __init__(self, **options):
         super().__init__(eval_batch_size_per_rank=59, **options)
@@ -129,10 +129,10 @@ class Odd(DigitsDataModule):
 
 
 def test_validation_with_unequal_shares_ends_and_is_exact_and_alike_on_all_ranks(three_ranks):
-    """178 images on three ranks: in batches of 59 they would be 2, 1 and 1.
+    """178 images on three ranks, in batches of 59, give 2, 1 and 1 batches.
 
-    Top-1 and top-5 are the counts over all images, in float64, of the logits that the ranks really saw; the quotient
-    is float32, so the whole numbers come back exactly.
+    Top-1 and top-5 are float64 counts over all images, from the logits that the ranks computed. The quotient is
+    float32, so the integers can be recovered exactly.
     """
     accuracies, counts = zip(*three_ranks.run(validated), strict=True)
     num_images, *right = (sum(column) for column in zip(*counts, strict=True))
@@ -144,7 +144,7 @@ def test_validation_with_unequal_shares_ends_and_is_exact_and_alike_on_all_ranks
 
 
 def validated():
-    """Count right answers by sorting the logits that the network gave. Not by torchmetrics."""
+    """Count correct answers by sorting the logits of the network, without torchmetrics."""
     logits = []
 
     def count(trainer, module, outputs, batch, *_):
@@ -168,7 +168,7 @@ def validated():
 @pytest.mark.parametrize(
     ("settings", "rates"),
     [
-        # 2 epochs of 4 steps, 2 of them warm-up
+        # 2 epochs of 4 steps, of which 2 are warm-up.
         (
             {"accumulate_grad_batches": 2},
             [0, 2, 4, 4 * 5 / 6, 4 * 4 / 6, 4 * 3 / 6, 4 * 2 / 6, 4 / 6],
@@ -210,14 +210,14 @@ def warnings_of(max_steps):
 
 
 def test_label_smoothing_is_for_training_alone_and_a_nan_of_one_batch_of_validation_shows():
-    """Smoothed: (1 - s) times the plain loss and s times the mean over all classes, in float64."""
+    """The smoothed loss is (1 - s) times the plain loss plus s times the mean over all classes, in float64."""
     torch.manual_seed(1)
     batch = torch.randn(5, 1, 16, 16), torch.arange(5)
     plain = classifier().eval()
     smoothing = classifier(label_smoothing=0.25).eval()
     log_probs = smoothing(batch[0]).double().log_softmax(dim=1)
     expected = -(0.75 * log_probs[range(5), batch[1]] + 0.25 * log_probs.mean(dim=1)).mean()
-    # fp32 log-softmax: a few units in the last place
+    # fp32 log-softmax: a few units in the last place.
     assert smoothing.training_step(batch, 0).item() == pytest.approx(expected.item(), rel=1e-6)
     smoothing.log = plain.log = lambda *_, **__: None
     for module in (plain, smoothing):
@@ -273,7 +273,7 @@ def test_the_network_sees_images_in_its_own_layout(channels_last):
 
 @pytest.mark.long
 def test_a_compiled_network_keeps_its_names_in_checkpoints():
-    """`torch.compile(network)` would put `_orig_mod` before them. Compilation itself is lazy, and takes a minute."""
+    """`torch.compile(network)` would prefix names with `_orig_mod`. Compilation is lazy and takes a minute."""
     plain = classifier()
     compiled = classifier(compile=True)
     assert plain.model._compiled_call_impl is None
@@ -302,12 +302,12 @@ CONFIG = {
     "data": {"image_size": 4},
     "model": {"in_channels": 2, "image_size": 9},
 }
-# a 1x1 convolution on 2 channels to 3: forward and the weights' gradient, no image's
+# A 1x1 convolution from 2 channels to 3: forward and the gradient of the weights, without that of the image.
 FLOPS = 2 * 2 * (2 * 3) * 4 * 4
 
 
 def filled(monkeypatch, *, device_name, options, config):
-    """Return the callback's two numbers after a run on a device of that name has been built."""
+    """Return the callback's two numbers after a run on a device with this name has been built."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
     callback = TrainingMetrics(**options)
     device = torch.device("cuda" if device_name else "cpu")
@@ -326,7 +326,7 @@ GIVEN = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
     [
         ("NVIDIA H200", {}, {}, (FLOPS, 989.5e12)),
         ("NVIDIA H200", {"precision": "32-true"}, {}, (FLOPS, 67e12)),
-        # the model says how large images are
+        # The model gives the size of images.
         ("NVIDIA H200", {"data": {}}, {}, (FLOPS * 81 / 16, 989.5e12)),
         ("NVIDIA H200", {}, GIVEN, tuple(GIVEN.values())),
         ("Some other GPU", {}, {}, (None, None)),

@@ -1,4 +1,4 @@
-"""Runs side by side: what differs, what they ended with, and words for what is no run."""
+"""Comparison of runs: their differences and results, and messages for folders that are not runs."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
     compare_runs.write_comparison(tmp_path / "out", runs, title="Two <rates>")
     content = json.loads((tmp_path / "out/report.json").read_text())
     assert [run["name"] for run in content["runs"]] == ["a", "b"]
-    assert content["differing_keys"] == {"optim.lr": [1.0, 2.0]}  # and not where they were written
+    assert content["differing_keys"] == {"optim.lr": [1.0, 2.0]}  # and not the output folders
     assert content["final_metrics"] == {
         m.VAL_ACC: [0.5, 0.6],
         f"{m.VAL_ACC}, best": [0.75, 0.75],
@@ -53,7 +53,7 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
         < html.index(">Validation accuracy</text>")
         < html.index("Differing keys")
     )
-    # a phone shows the name of the column
+    # On a phone, the column name is shown.
     assert '<td class="good" data-label="b">0.6 (best)</td>' in html
     assert '<td>optim.lr</td><td data-label="a">1</td><td data-label="b">2</td>' in html
 
@@ -72,13 +72,13 @@ def test_differing_keys_name_classes_and_leave_out_copies(two_runs):
 
 
 def test_curves_are_drawn_over_steps_and_over_time(two_runs):
-    """A step without a time lies on the line between its neighbours."""
+    """The time of a step without one is interpolated between its neighbours."""
     runs = compare_runs.read_runs(two_runs)
     assert runs[1].over_time(m.TRAIN_LOSS) == [(3.0, 1.0), (4.0, 0.5), (5.0, 0.25)]
     steps, seconds, *_ = figure_of(compare_runs.panels_of(runs)).axes
     assert [list(line.get_xdata()) for line in steps.lines] == [[10, 15, 20]] * 2
     assert [list(line.get_xdata()) for line in seconds.lines] == [[1.0, 1.5, 2.0], [3.0, 4.0, 5.0]]
-    assert [text.get_text() for text in steps.texts] == ["a", "b"]  # beside the lines
+    assert [text.get_text() for text in steps.texts] == ["a", "b"]  # next to the lines
 
 
 def test_what_is_no_run_is_named(two_runs, tmp_path):

@@ -1,4 +1,4 @@
-"""A disk that takes no more: rows and pictures are said to be missing, and the run goes on."""
+"""Full disk: messages report missing rows and pictures, and the run continues."""
 
 import resource
 import sys
@@ -16,7 +16,7 @@ from tests.scenes import fit
 
 @contextmanager
 def no_file_beyond(num_bytes):
-    """Set the kernel's limit on file sizes. A write beyond it is an error, as on a full disk."""
+    """Set the kernel's limit on file sizes. A write beyond the limit fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -60,7 +60,7 @@ def test_rows_that_the_disk_does_not_take_are_written_when_it_does(
         no_file_beyond(path.stat().st_size),
         pytest.warns(UserWarning, match="csv cannot be written"),
     ):
-        log(logger, 4, loss=5.0)  # said again, as there was space in between
+        log(logger, 4, loss=5.0)  # warns again, because there was space in between
 
 
 def test_rows_that_are_lost_at_the_end_are_counted(tmp_path):

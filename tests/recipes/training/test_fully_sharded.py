@@ -1,4 +1,4 @@
-"""Device memory under `strategy.offload`. `test_train.py` compares `strategy=fsdp2` with `ddp`."""
+"""Device memory with `strategy.offload`. `test_train.py` compares `strategy=fsdp2` with `ddp`."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ CASES = {
 
 @pytest.mark.long
 def test_offload_leaves_a_device_what_is_gathered_of_a_block():
-    """Two ranks on a device of 3 bytes a parameter: LARS alone has shards of 4 there, and a step needs 12."""
+    """With two ranks, the device has 3 bytes per parameter. LARS alone has shards of 4 bytes, and a step needs 12."""
     program = ["-W", "ignore", "-m", "tests.stand_in.accelerator", json.dumps(CASES)]
     done = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -41,7 +41,7 @@ def test_offload_leaves_a_device_what_is_gathered_of_a_block():
         assert result["file"] == ["cpu"], name
         assert result["buffers"] == device, name
         assert [result["module"]] == device, name
-        # verdicts and norms are added up on the host
+        # Verdicts and norms are reduced on the host.
         assert result["backend"].startswith("cpu:gloo,"), name
         assert result["peak"] < 3, name
         assert whole["after"] - result["after"] == pytest.approx((4 + 4) / 2, rel=1e-3), name

@@ -1,4 +1,4 @@
-"""A run that is killed anywhere and started again by the same command ends with the bits of an undisturbed one."""
+"""Runs that are killed at any point and restarted with the same command end bit-identical to undisturbed ones."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ SHORT = (
     "callbacks.ema.decay=0.9 strategy.loss_scale=dynamic resume=auto"
 ).split()
 SAME = "state_dict optimizer_states lr_schedulers MasterWeightPrecision global_step current_model_state averaging_state"
-# A phase, its rank (None: both at once), and the function on whose so many-th call, before or after it, the rank dies.
+# Phase, rank (None: both at once), and the function and number of the call before or after which the rank dies.
 OF_A_FILE = {
     "copy": (host_copy, "_copy_at", 10, False),
     "write": (checkpoint_file._ChecksumFile, "_put", 10, False),
@@ -51,7 +51,10 @@ KILLS |= {
 
 
 class DieAt(Callback):
-    """Kills this process, or all of the run, in a phase of the fifth step or later. Once, also over restarts."""
+    """Callback that kills this process, or the whole run, once in a phase of the fifth step or later.
+
+    A marker file keeps it from a second kill after a restart.
+    """
 
     def __init__(self, mark, phase):
         self.mark = Path(mark)
@@ -62,7 +65,7 @@ class DieAt(Callback):
         if not self.mark.exists():
             self.mark.touch()
             os.kill(0 if self.rank is None else os.getpid(), signal.SIGKILL)
-            # a signal to others of the group may be faster than the one to this process
+            # The signal to other processes of the group may be faster than the signal to this one.
             time.sleep(60)
 
     def dies_in(self, owner, name, num_calls=1, is_before=False):
@@ -78,7 +81,7 @@ class DieAt(Callback):
                 self.die()
             return result
 
-        trapped._wrapped_by_lr_sched = True  # a schedule looks whether its step is wrapped
+        trapped._wrapped_by_lr_sched = True  # a schedule checks whether its step is wrapped
         setattr(owner, name, trapped)
 
     def is_here(self, trainer, *phases):

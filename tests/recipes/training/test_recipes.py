@@ -1,4 +1,4 @@
-"""The recipes of the networks: numbers as published, every part of them run, small."""
+"""Recipes of the networks: published numbers, and short runs that use every part of each recipe."""
 
 import re
 from pathlib import Path
@@ -35,14 +35,14 @@ RECIPES = (
     "alexnet_64k",
     "alexnet_bn_32k",
 )
-# the others are ResNet-50 with other numbers
+# The others are ResNet-50 with other numbers.
 QUICK = (
     "resnet50_64k",
     "alexnet_64k",
     "alexnet_bn_32k",
 )
 NUM_IMAGES = 1_281_167
-# warm-up epochs, decay steps
+# Warm-up epochs, decay steps.
 MLPERF = [
     ("resnet50_64k", 31, 1133),
     ("resnet50_32k", 16, 2267),
@@ -89,10 +89,10 @@ def small(recipe, *overrides):
     ],
 )
 def test_every_recipe_trains(two_ranks, recipe):
-    """Two steps of two batches on each rank, all else as in the recipe. Update 0 of ResNet is at rate 0."""
+    """Each rank makes two steps of two batches, with all other settings of the recipe. ResNet's update 0 has rate 0."""
     rank_0, rank_1 = two_ranks.run(trained, recipe)
     assert toy.same_bits(rank_0["weights"], rank_1["weights"])
-    # each rank saw images of its own
+    # Each rank saw its own images.
     assert not torch.equal(rank_0["statistics"], rank_1["statistics"])
     assert rank_0["moved"] == {True}
     assert rank_0["finite"]
@@ -103,7 +103,7 @@ def test_every_recipe_trains(two_ranks, recipe):
 
 
 def look(trainer, module, optimizer):
-    """dtypes of convolutions and of normalisations, and whether kernels lie in channels-last."""
+    """Return the dtypes of convolutions and of normalisations, and whether kernels are channels-last."""
     convs, norms = (
         [layer for layer in module.modules() if isinstance(layer, kind)]
         for kind in (nn.Conv2d, nn.BatchNorm2d)
@@ -146,9 +146,10 @@ def trained(recipe):
     MLPERF,
 )
 def test_resnet_follows_the_learning_rates_of_mlperf(recipe, warmup_epochs, decay_steps):
-    """The reference's rule (lars_util.py) with its numbers (rcps_resnet.json).
+    """The reference's rule is lars_util.py with the numbers of rcps_resnet.json.
 
-    It divides by T + 1, the schedule here by T = steps after the warm-up: a rate moves by at most 2 / T of the peak.
+    It divides by T + 1. The schedule here divides by T, the steps after the warm-up, so a learning rate differs by at
+    most 2 / T of the peak.
     """
     cfg = configured(f"recipe={recipe}", "data.root=/nowhere")
     peak = cfg.optim.lr
@@ -183,7 +184,7 @@ def rates_of(cfg):
 
 
 def test_the_paper_s_runs_are_as_long_as_it_says():
-    """90 and 95 epochs of 1,281,167 images. The reference for ResNet-50 stops a step of an epoch or so before."""
+    """The runs have 90 and 95 epochs of 1,281,167 images. ResNet-50's reference stops about a step per epoch before."""
     steps_per_epoch = NUM_IMAGES / 65536
     assert configured("recipe=alexnet_64k", "data.root=/").trainer.max_steps == int(
         95 * steps_per_epoch
@@ -193,7 +194,7 @@ def test_the_paper_s_runs_are_as_long_as_it_says():
         < configured("recipe=resnet50_64k", "data.root=/").trainer.max_steps / steps_per_epoch
         <= 90
     )
-    # an extrapolation of ours: of the 64k recipe but for the direction
+    # Our extrapolation, which equals the 64k recipe except for the direction.
     ours, plain = (
         configured(f"recipe={name}", "data.root=/")
         for name in ("resnet50_64k_orthogonal", "resnet50_64k")
@@ -244,7 +245,7 @@ def test_an_elastic_run_is_a_strategy_of_its_own_with_hosts_from_keys_or_the_env
 
 
 def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
-    """The paper's 256 nodes of 8, as task 11 of `srun` sees them. Lightning checks that devices and nodes agree."""
+    """The paper's 256 nodes of 8, as task 11 of `srun` sees them. Lightning compares devices and nodes."""
     tasks = {
         "NTASKS": 2048,
         "NTASKS_PER_NODE": 8,
@@ -276,7 +277,7 @@ def test_slices_need_the_strategy_that_cuts_layers():
 def test_a_schedule_that_is_refused_says_why_in_a_recipe():
     cfg = OmegaConf.create({"strategy": OmegaConf.load(ROOT / "conf/strategy/pipeline.yaml")})
     cfg.strategy.schedule = "pipedream"
-    # a list of choices here would hide the reason
+    # A list of choices would hide the reason here.
     config_check.check(cfg, {"strategy": TRAIN_KEYS["strategy"]})
     with pytest.raises(
         InstantiationException, match=r"weight stashing.*lightning_hybrid/pipeline/README.md"
@@ -318,14 +319,14 @@ SMALL_RESNET = "model.depth=18 model.width=0.0625 data.image_size=32 data.eval_r
 
 @pytest.fixture
 def root(tmp_path):
-    """41 images in two classes."""
+    """Create a data set of 41 images in two classes."""
     write_split(tmp_path / "train", 41, classes=("cats", "dogs"))
     write_split(tmp_path / "val", 6, classes=("cats", "dogs"), first=100)
     return tmp_path
 
 
 def words_of(refusal):
-    """Return the keys that the message says to set."""
+    """Return the keys that the message suggests to set."""
     return re.findall(r"Set ([^,]*?)(?: or less)?\.$", str(refusal.value), re.MULTILINE)[0].split()
 
 
@@ -349,7 +350,7 @@ def test_one_command_trains_a_network_with_as_many_classes_as_there_are_folders(
 
 
 def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
-    """The small network of the default and 128 images a step, in one message. What it says to set is enough."""
+    """One message rejects the default's small network and 128 images per step. Its suggestions are sufficient."""
     images = ["data=images", f"data.root={root}"]
     with pytest.raises(
         ValueError, match=r"`model` \(=AlexNetBN\) must accept .*, which are 3 x 224 x 224"

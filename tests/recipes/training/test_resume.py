@@ -54,7 +54,7 @@ def flip(path):
     content = bytearray(path.read_bytes())
     begin = content.find(torch.ones(100).numpy().tobytes())
     assert begin > 0
-    content[begin + 200] ^= 4  # in a weight: torch alone would load it
+    content[begin + 200] ^= 4  # within a weight, so torch alone would load it
     path.write_bytes(content)
 
 
@@ -69,7 +69,7 @@ def put_objects(path):
 @pytest.mark.parametrize("damage", [cut, flip, empty, put_objects], ids=lambda f: f.__name__)
 def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     saved(tmp_path, "last.ckpt", 4, age_s=50)
-    good = saved(tmp_path, "last.ckpt", 6)  # the one before is last.previous.ckpt now
+    good = saved(tmp_path, "last.ckpt", 6)  # the previous file is now last.previous.ckpt
     bad = saved(tmp_path, "stopped.ckpt", 8)
     damage(bad)
     with pytest.warns(
@@ -145,7 +145,7 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
 
 
 def fit_from(paths, call="fit"):
-    """Fit with a checkpoint of each rank's own. Return the error and the number of steps."""
+    """Fit with a different checkpoint on each rank, and return the error and the number of steps."""
     callbacks = [resume.SameCheckpoint(paths[dist.get_rank()])]
     seen = fit(callbacks=callbacks, max_steps=2, raises=True, call=call)
     return seen.error, seen.global_step
@@ -164,7 +164,7 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
             assert rule in error, f"rank {rank}"
             assert words in error, f"rank {rank}"
             assert num_steps == 0, f"rank {rank}"
-    # validation resumes from no checkpoint
+    # Validation resumes from no checkpoint.
     assert two_ranks.run(fit_from, [step_4, step_6], "validate") == [("", 0)] * 2
 
 
@@ -172,13 +172,13 @@ class Logging(Toy):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
-        if self.trainer.global_step == 6:  # a column that comes late
+        if self.trainer.global_step == 6:  # a column that starts late
             self.log("late", 1.0)
         return loss
 
 
 def logged(folder, from_step=None, settings=()):
-    """Return the rows of a fit that saves after every step. A resumed one continues in the same file."""
+    """Return the rows of a fit that saves after every step. A resumed fit continues in the same file."""
     if from_step is None:
         path = None
     else:
@@ -220,7 +220,7 @@ def logged_twice(folder, from_step, settings):
     ids=str,
 )
 def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, from_step):
-    """The run that is resumed had gone on after the checkpoint, of a step that is not logged, or of several batches."""
+    """The interrupted run had continued after the checkpoint. Some steps are not logged, or have several batches."""
     ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
     if "log_every_n_steps" in settings:
         steps = ["1", "3", "5", "7"]

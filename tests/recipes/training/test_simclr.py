@@ -1,4 +1,4 @@
-"""The self-supervised recipe: it resumes to the bit, its views and probes are what they say."""
+"""Self-supervised recipe: exact resumes, and correct views and probes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def configured(*overrides):
 
 
 def ends_of(path):
-    """Weights and probes of a run, and of one that begins at its third step."""
+    """Return the weights and probes of a run, and of a run that resumes at its third step."""
     results = []
     for ckpt_path in (None, path):
         trainer, module, data = build(configured("trainer.devices=2"))
@@ -45,7 +45,7 @@ def test_the_recipe_resumes_in_mid_epoch_to_the_bit_and_probes_its_features(two_
     assert same(whole, rank_1[0][0])
     assert probes == again
     assert {"test/acc", "test/acc_knn"} <= probes.keys()
-    # features of a random network know digits apart
+    # Features of a random network can distinguish digits.
     assert all(0.3 < value <= 1 for value in probes.values())
 
 

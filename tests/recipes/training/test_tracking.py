@@ -1,4 +1,4 @@
-"""Tracking: what W&B receives, that a resumed run goes on in its run, and what happens where there is no tracker."""
+"""Tracking: data that W&B receives, resumed runs that continue in their W&B run, and runs without a tracker."""
 
 import os
 import socket
@@ -49,7 +49,7 @@ def remove_variables_of_wandb():
 
 
 def tracked(run_dir, *overrides, **variables):
-    """Train shortly as `recipes/train.py` does, on this rank. Return the run id in the checkpoint."""
+    """Train briefly on this rank as `recipes/train.py` does, and return the run id in the checkpoint."""
     import wandb
 
     with environment(WANDB_SILENT="true", **variables):
@@ -60,8 +60,8 @@ def tracked(run_dir, *overrides, **variables):
         try:
             trainer.fit(module, data, ckpt_path=ckpt_path)
         finally:
-            wandb.teardown()  # finishes, and forgets the environment
-            wandb.run = None  # a disabled one stays
+            wandb.teardown()  # finishes the run, and forgets the environment
+            wandb.run = None  # a disabled run would remain
     return tracking.saved_run_id(f"{run_dir}/checkpoints/last.ckpt")
 
 
@@ -112,7 +112,7 @@ def test_a_resumed_run_continues_the_run_of_wandb(one_rank, tmp_path):
     assert run_id_of(second_folder, "trainer.max_epochs=3", resume_key) == first_id
     with_id = ("trainer.max_epochs=4", resume_key, "logger.id=mine")
     assert run_id_of(second_folder, *with_id) == "mine"
-    # another logger: the id is saved for later
+    # With another logger, the id is saved for later.
     assert run_id_of(second_folder, "trainer.max_epochs=5", resume_key, "logger=csv") == first_id
 
     runs = runs_in(first_folder)
@@ -123,7 +123,7 @@ def test_a_resumed_run_continues_the_run_of_wandb(one_rank, tmp_path):
         logged_steps.append([step for step, _ in run.column(m.TRAIN_LOSS)])
         wandb_steps += [row["_step"] for row in run.history]
     assert logged_steps == [[0, 1], [2, 3]]
-    # W&B's own count continues too: the files can be synchronised one after the other
+    # W&B's own count continues too, so the files can be synchronised one after the other.
     assert wandb_steps == list(range(len(wandb_steps)))
     assert [run.run.run_id for run in runs_in(second_folder)] == [first_id, "mine"]
 
@@ -142,8 +142,10 @@ def error_against(address, run_dir, key):
 
 @pytest.mark.parametrize("key", ["abc", pytest.param("a" * 40, marks=pytest.mark.long)])
 def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_path, key):
-    """A key that cannot be one, and a server that takes calls and never answers: within seconds, where `conf/logger`
-    waits for 30."""
+    """An invalid key, and a server that never answers, fail within seconds.
+
+    `conf/logger` would wait for 30 s.
+    """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         ((message, num_steps),) = one_rank.run(
@@ -192,7 +194,7 @@ def test_tensorboard_writes_into_the_run_directory(tmp_path):
 
 
 class Own:
-    """An object that torch would have to be allowed to load."""
+    """Object that torch can only load with permission."""
 
 
 def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):

@@ -1,4 +1,4 @@
-"""The main job as a user starts it: real processes, real files."""
+"""Main training job as a user starts it, with real processes and real files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.scenes import same
 TRAIN = ["recipes/train.py"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 QUIET = ["logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
-# 2 epochs of 9 steps
+# 2 epochs of 9 steps.
 SHORT = [
     *QUIET,
     "trainer.max_epochs=2",
@@ -28,7 +28,7 @@ PROBE = "+callbacks.probe={_target_: tests.recipes.probe.Probe, directory: ${run
 
 
 def run(*overrides: str, command: list[str] = TRAIN) -> subprocess.CompletedProcess[str]:
-    """Run the command in a shell as fresh as a user's, in a session of its own."""
+    """Run the command in a clean shell environment and in its own session."""
     left = (
         "LOCAL_RANK",
         "NODE_RANK",
@@ -105,7 +105,7 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
 
 @pytest.mark.long
 def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who_reads(tmp_path):
-    """In a process of its own: some of it is read when torch is imported."""
+    """The run is a separate process, because some variables are read when torch is imported."""
     places = dict.fromkeys(
         ("XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TMPDIR"), "/proc/none"
     )
@@ -129,10 +129,11 @@ def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who
 
 @pytest.mark.long
 def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
-    """Two processes, two epochs. The second again from the file of the first. BatchNorm validates as under DDP.
+    """Two processes train two epochs, and repeat the second from the first's file. BatchNorm validates as in DDP.
 
-    To the bit: on two ranks both add two gradients, and no weight is so large (32,768 elements) that its norm is summed
-    in fp32, in an order of which training would make differences of 1e-5 in 18 steps.
+    Results are bit-identical. On two ranks, both strategies add two gradients. No weight is large enough (32,768
+    elements) for its norm to be added in fp32, where training would turn another order into differences of 1e-5 in 18
+    steps.
     """
     common = [*SHORT, "precision=32-true", "model.width=0.04"]
     for name in ("fsdp2", "ddp"):

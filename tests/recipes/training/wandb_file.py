@@ -1,7 +1,8 @@
-"""Read a run that W&B wrote offline: the framing of LevelDB's log around protocol buffers.
+"""Reader of W&B's offline runs, which are protocol buffers in the log format of LevelDB.
 
-A file is a header of 7 bytes, then blocks of 32 KiB of chunks: checksum (4 bytes), length (2), kind (1), data. A record
-is one chunk, or a first, some middle and a last one; what is left of a block and cannot hold a header is zeros.
+A file has a header of 7 bytes, and then blocks of 32 KiB with chunks: checksum (4 bytes), length (2), kind (1), data. A
+record is one chunk, or a first chunk, middle chunks and a last chunk. If the end of a block cannot hold a header, it is
+filled with zeros.
 """
 
 import json
@@ -19,7 +20,7 @@ LAST = 4
 
 
 def frames(content: bytes) -> Iterator[bytes]:
-    """Yield the bytes of each record, without a torn last one."""
+    """Yield the bytes of each record, without an incomplete last one."""
     assert content[:4] == b":W&B", "not a file of W&B's"
     begin = HEADER_BYTES
     begun = b""
@@ -74,10 +75,10 @@ class OfflineRun:
             inner[last] = json.loads(item.value_json)
 
     def column(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of one metric, in the order in which it was logged."""
+        """Return (step, value) of one metric in the order of logging."""
         return [(row["trainer/global_step"], row[name]) for row in self.history if name in row]
 
 
 def runs_in(run_dir: Path) -> list[OfflineRun]:
-    """All offline runs of a run directory, in the order in which they were begun."""
+    """Return all offline runs of a run directory in the order in which they were started."""
     return [OfflineRun(folder) for folder in sorted((run_dir / "wandb").glob("offline-run-*"))]

@@ -1,4 +1,4 @@
-"""`Mean(dtype="int8")` and `"int4"` in whole fits: the same bits, resumed runs, skipped steps, errors."""
+"""`Mean(dtype="int8")` and `"int4"` in whole fits: identical bits, resumed runs, skipped steps, errors."""
 
 import gc
 from functools import partial
@@ -28,7 +28,7 @@ def scene(codec, **settings):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, precision):
-    """Blocks and their noise belong to a gradient: DDP's buckets in a resumed step change nothing."""
+    """Blocks and their noise depend only on the gradient, so other buckets do not change the result."""
     small = CommPlan(
         bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1
     )
@@ -51,7 +51,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks, codec):
 
 
 def test_the_error_of_rounding_is_logged(four_ranks):
-    """In rotated blocks of a few elements the error is some per cent of the gradient, and almost none in 8 bits."""
+    """In rotated blocks of a few elements, the error is a few per cent of the gradient in 4 bits and tiny in 8 bits."""
     settings = {
         "callbacks": [TrainingMetrics(skip_steps=0)],
         "log_every_n_steps": 1,
@@ -78,14 +78,14 @@ def num_buckets_in_memory():
 
 
 def fit_and_count_buckets():
-    """Return the number of steps of a fit, and the number of buckets that are left in memory after it."""
+    """Return the number of steps of a fit, and the number of buckets left in memory after it."""
     before = num_buckets_in_memory()
     num_steps = fit(None, max_epochs=1, **scene("int8")).global_step
     return num_steps, num_buckets_in_memory() - before
 
 
 def test_after_a_fit_nothing_holds_the_memory_of_its_buckets(two_ranks):
-    """Buckets are as large as all gradients: a validation that follows may need that memory."""
+    """A fit frees its buckets, which are as large as all gradients, because a later validation may need the memory."""
     assert two_ranks.run(fit_and_count_buckets) == [(4, 0)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Ranks that fail or die outside of averaging: the strategy of every other rank names them soon."""
+"""Ranks that fail or die outside of the all-reduce: the strategy on every other rank soon names them."""
 
 import os
 import re
@@ -27,10 +27,10 @@ def fail():
 
 
 def fit_that_ends(rank, end):
-    """Fit until one rank ends. The message of the other is raised as an error with its seconds.
+    """Fit until one rank ends. Raise the message of the other rank as an error, together with the elapsed seconds.
 
-    The module has BatchNorm: in its next forward the other rank is in DDP's own broadcast of the buffers, which no
-    alarm ends until the process is gone.
+    The module has BatchNorm. In its next forward pass, the other rank is therefore in DDP's broadcast of the buffers,
+    which no alarm can interrupt until the failed process has exited.
     """
     start_s = time.monotonic()
     look = at(on_train_batch_start=partial(end_at, rank, end))
@@ -45,7 +45,7 @@ def fit_that_ends(rank, end):
 DEAD = "does not answer: its process is dead, stopped or unreachable."
 
 
-@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.slow  # the pool restarts its processes after this test
 @pytest.mark.parametrize(
     ("rank", "end", "words"),
     [
@@ -64,7 +64,10 @@ def test_a_rank_that_ends_before_its_forward_is_named_by_the_other(two_ranks, ra
 
 
 class Wraps(toy.Toy):
-    """Module that hides the cause as torch's pipelining does, whose error does not mention the failed average."""
+    """Module that hides the cause of an error as torch's pipelining does.
+
+    The error that it raises does not mention the failed all-reduce.
+    """
 
     error = FloatingPointError("of the user")
 

@@ -21,7 +21,7 @@ from tests.scenes import at
 
 
 class Module(toy.Toy):
-    """Module without BatchNorm: DDP's wait for its buffers ends only with the process that is missing."""
+    """Module without BatchNorm, because DDP's wait for its buffers would only end with the missing process."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ def test_every_process_ends_within_seconds(tmp_path, launcher, callback, number,
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
     with log.open("w") as out:
-        # A shell's background job ignores SIGINT, and so would the programs that it starts.
+        # A background job of a shell ignores SIGINT, and the programs that it starts would inherit this.
         process = subprocess.Popen(
             command,
             stdout=out,

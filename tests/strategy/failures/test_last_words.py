@@ -1,4 +1,4 @@
-"""Last lines of the output after an error, a killed rank or full shared memory, and refusals at launch."""
+"""Last lines of output after an error, a killed rank or full shared memory, and errors at launch."""
 
 import contextlib
 import os
@@ -45,13 +45,13 @@ def test_an_error_ends_in_the_users_line_and_the_cure(one_rank):
 
 
 def box_of_torchrun(path):
-    """Return the box with which torchrun ends if a rank fails, without its last two lines."""
+    """Return the box that torchrun prints if a rank fails, without its last two lines."""
     failure = ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file=str(path))
     return str(ChildFailedError("train.py", {1: failure}))
 
 
 def fit_under_torchrun(path):
-    """Fail a fit, and fit again after that."""
+    """Run a fit that fails, and then another fit."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = path
     try:
         with contextlib.suppress(RuntimeError):
@@ -137,7 +137,7 @@ EACH = pytest.mark.parametrize(
 def test_devices_that_are_neither_cpus_nor_of_cuda_are_refused_before_any_work(
     monkeypatch, kind, name, device
 ):
-    """A patched accelerator has two devices of that kind."""
+    """Devices other than CPUs and CUDA raise an error early. A patched accelerator reports two such devices."""
     devices = [torch.device(device, index) for index in (0, 1)]
     for accelerator in (PytorchAccelerator, FabricAccelerator):
         monkeypatch.setattr(accelerator, "get_parallel_devices", lambda _: devices)

@@ -1,4 +1,4 @@
-"""Handling of failures on GPUs, as far as it can be tested without one."""
+"""Handling of failures on GPUs, as far as it can be tested without a GPU."""
 
 import os
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def strategy_on(device_type):
 @pytest.mark.parametrize(
     ("name", "device_type", "of_the_user", "expected"),
     [
-        # torch's watchdog aborts, and does not end the process
+        # Torch's watchdog aborts communicators but does not end the process.
         (
             ERROR_HANDLING,
             "cuda",
@@ -143,7 +143,10 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
 
 @pytest.mark.parametrize(("has_failed", "ended"), [(True, "forgotten"), (False, "destroyed")])
 def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
-    """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
+    """After a failure, groups are forgotten instead of destroyed, because destroying an aborted group blocks.
+
+    This applies to the group of shared work and to the groups of a pipeline.
+    """
     seen = []
     monkeypatch.setattr(process_groups, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -160,7 +163,7 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = groups._groups = ["pipe", "agree", "data"]
     groups.destroy(are_aborted=has_failed)
-    # words go over Gloo
+    # Messages are sent over Gloo.
     assert seen == [
         ("work", ended),
         ("pipe", ended),

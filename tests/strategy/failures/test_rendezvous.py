@@ -1,4 +1,4 @@
-"""Rendezvous of ranks, also ones that fail: every rank names the missing ones, and rank zero listens on loopback."""
+"""Rendezvous of ranks, including failures: every rank names the missing ones, and rank zero listens on loopback."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ LONG_S = 30.0
 
 
 def listening(port=None):
-    """Return the addresses, as the kernel writes them, on which this process listens: on all ports, or on `port`."""
+    """Return the addresses on which this process listens, in the kernel's notation, for `port` or for all ports."""
     descriptors = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -49,7 +49,7 @@ def meeting(port, *, rank, world_size, timeout_s=LONG_S, address="127.0.0.1"):
 
 
 def ranks_in_the_store(port):
-    """Meet, and return the ranks that have written to the store, and the addresses on which this process listens."""
+    """Return the ranks that wrote to a new store, and the addresses on which this process listens."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     store = meeting(port, rank=rank, world_size=world_size)
@@ -68,7 +68,7 @@ def test_all_ranks_get_one_store_that_listens_on_the_address_alone(three_ranks):
 
 
 def error_of_a_rendezvous(port, first_rank, world_size):
-    """Return the error of this process as rank `first_rank` + its number, and its seconds."""
+    """Return this process's error as rank `first_rank` plus its own rank, and the elapsed seconds."""
     start_s = time.monotonic()
     rank = first_rank + dist.get_rank()
     with pytest.raises(RendezvousError) as caught:
@@ -126,7 +126,10 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_an_address_of_another_host_is_a_warning():
-    """192.0.2.1 is for documentation (RFC 5737), here in place of the outer address of a host behind a translator."""
+    """A foreign address is a warning, because a host behind NAT does not own its public address.
+
+    192.0.2.1 is reserved for documentation (RFC 5737).
+    """
     with pytest.warns(
         UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is not an address of this host"
     ):
@@ -134,12 +137,12 @@ def test_an_address_of_another_host_is_a_warning():
 
 
 def listens(trainer, module):
-    """Return the addresses on which this process listens: on all ports, and on the store's."""
+    """Return the addresses on which this process listens, on all ports and on the store's port."""
     return listening(), listening(int(os.environ["MASTER_PORT"]))
 
 
 def fit_from_the_start():
-    """Fit as under a launcher: without a process group."""
+    """Fit without an existing process group, as under a launcher."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     port = [free_port()]
@@ -158,7 +161,7 @@ def fit_from_the_start():
 
 
 def test_nothing_listens_beyond_the_address_and_the_interface_that_were_named(two_ranks):
-    """The store at 127.0.0.1, Gloo on the pool's interface `lo`: no socket of any rank is reachable from outside."""
+    """No socket of any rank is reachable from outside if the store is at 127.0.0.1 and Gloo uses `lo`."""
     results = two_ranks.run(fit_from_the_start)
     for rank, (addresses, addresses_of_the_store, num_steps) in enumerate(results):
         assert addresses <= LOOPBACK, f"rank {rank}"

@@ -1,4 +1,4 @@
-"""Before the engine is there, and where there will be none, a rank that keeps others waiting is named as well."""
+"""Failures before the engine exists, or in runs without an engine: the rank that blocks the others is named."""
 
 import os
 import re
@@ -18,7 +18,7 @@ GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for 
 
 
 def explained_on_rank_zero(where, folder):
-    """Return the explanation of a failed collective of rank zero, while rank one is elsewhere and answers."""
+    """Return rank zero's explanation of a failed collective, while rank one is elsewhere and still answers."""
     explained = Path(folder, "explained")
 
     def wait():
@@ -36,7 +36,7 @@ def explained_on_rank_zero(where, folder):
         except RuntimeError as error:
             message = watchdog.explain(error)
         explained.touch()
-        watchdog.leave()  # rank 0 waits here until the other, which is still there, has read the error
+        watchdog.leave()  # rank 0 waits here until the other rank has read the error
     elif where == "gave up":
         watchdog.abort("OutOfMemoryError: no room")
     elif where == "in the collective":
@@ -67,7 +67,7 @@ def explained_on_rank_zero(where, folder):
 )
 def test_the_error_of_a_failed_collective_names_its_cause(two_ranks, tmp_path, where, words):
     message, _ = two_ranks.run(explained_on_rank_zero, where, str(tmp_path))
-    # Of a rank that gave up, either may come first: the collected status, or its own report.
+    # If a rank gave up, either its collected status or its own report may come first.
     beginnings = (words,)
     if where == "gave up":
         beginnings = (words, "comm: rank 1 does not join the collective")
@@ -85,7 +85,7 @@ def fit_that_one_rank_dies_before(rank):
     raise AssertionError(f"message: {message}")
 
 
-@pytest.mark.slow  # the processes are started afresh after it
+@pytest.mark.slow  # the pool restarts its processes after this test
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_dies_before_the_engine_is_built_is_named_by_the_other(two_ranks, rank):
     with pytest.raises(RankError) as error:
@@ -100,7 +100,7 @@ def test_a_rank_that_dies_before_the_engine_is_built_is_named_by_the_other(two_r
 def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(
     two_ranks, precision
 ):
-    """In half precision the masters' lower digits are more than what DDP sends."""
+    """All ranks train rank zero's master weights, although DDP does not send their lower digits in half precision."""
     rank_0, rank_1 = fit(two_ranks, unseeded, precision=precision)
     assert same(rank_0.parameters, rank_1.parameters)
 
@@ -122,7 +122,7 @@ def test_an_error_of_the_users_names_its_rank_and_host(two_ranks):
     assert not rule.strip("-")
     assert re.fullmatch(r"On rank 1 \(host .+\): FloatingPointError: of the user", origin)
     assert re.fullmatch(r'  File ".+test_setup.py", line \d+, in validation_step', location)
-    # rank zero may be done with its batches by then
+    # Rank zero may have finished its batches by then.
     if rank_0.error:
         cause = f"comm: rank 1 gave up: FloatingPointError: of the user ({location.strip()})."
         assert cause in rank_0.error

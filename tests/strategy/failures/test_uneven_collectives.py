@@ -1,4 +1,4 @@
-"""Collectives that every rank enters, whatever differs between ranks. In each test one rank differs."""
+"""Collectives that every rank enters even if ranks differ. In each test, one rank behaves differently."""
 
 import os
 
@@ -12,7 +12,7 @@ from lightning_hybrid.callbacks import NumericsMonitor, StopOnSignal, TrainingMe
 from tests import toy
 from tests.scenes import Spoiled, at, fit, same
 
-LIMIT_S = 40.0  # a deadlock lasts as long as the pool's groups wait: 45 s
+LIMIT_S = 40.0  # a deadlock would last 45 s, the timeout of the pool's groups
 
 
 class FailsOnRankOne(toy.Toy):
@@ -24,7 +24,7 @@ class FailsOnRankOne(toy.Toy):
 
 
 class StepsOfItsOwn(toy.Toy):
-    """Module with manual optimization, which need not return a loss: rank one returns none."""
+    """Module with manual optimization, which need not return a loss. Rank one returns none."""
 
     automatic_optimization = False
 
@@ -40,7 +40,7 @@ class StepsOfItsOwn(toy.Toy):
 
 
 class SignalOnRankOne(toy.Toy):
-    """Module in which rank one has received a signal, and another error ends it as a signal would."""
+    """Module in which rank one has received a signal, and is ended by another error as a signal would end it."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
@@ -50,7 +50,7 @@ class SignalOnRankOne(toy.Toy):
 
 
 def local_steps_with_nan():
-    """Fit on nodes of one rank each, of which one skips its steps, and return the number of steps."""
+    """Fit on two nodes of one rank, of which one skips its steps, and return the number of steps."""
     scene = {
         "module": Spoiled(steps=range(99), rank=1),
         "ranks_per_node": 1,

@@ -1,4 +1,4 @@
-"""`LocalSteps`: independent training on each node, the averages between nodes, resumed runs, errors."""
+"""`LocalSteps`: independent training on each node, averages between nodes, resumed runs, errors."""
 
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ from tests.scenes import Saves, Spoiled, at, fit, same
 
 
 class Toy(Spoiled):
-    """Classifier whose learning rate falls in each step. Option: LARS along the orthogonalised momentum."""
+    """Classifier whose learning rate falls in each step. With "LARS" it follows the orthogonalised momentum."""
 
     def __init__(self, lr=0.05, **options):
         super().__init__(lr=lr, **options)
@@ -78,7 +78,7 @@ def final(seen):
 
 
 def tensors_of_node(node):
-    """Numbers of 14 bits, in dtypes and layouts of parameters and state. Means of two of them are exact in float32."""
+    """Return 14-bit numbers in the dtypes and layouts of parameters and state. Means of two are exact in float32."""
     generator = torch.Generator().manual_seed(node)
 
     def draw(*shape):
@@ -125,7 +125,10 @@ def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algori
 
 @pytest.mark.parametrize("across", [Codec(bits=8), Codec(bits=4), torch.bfloat16], ids=str)
 def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, across):
-    """14 bits are more than bfloat16 has, and codes of 8 / 127 and 8 / 7."""
+    """An average is sent in fewer bits only on request.
+
+    The 14-bit numbers of this test do not fit into bfloat16, or into the codes of 8 / 127 and 8 / 7.
+    """
     expected = mean_of_two_nodes()
     for rank, result in enumerate(four_ranks.run(averaged, "two_level", across, 1024)):
         assert all(map(torch.equal, result, expected)), f"rank {rank}"
@@ -137,7 +140,7 @@ def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, acro
 
 
 def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
-    """Weights that have not moved stay to the bit, where rounding the weights themselves would change them."""
+    """A codec rounds the change of the weights, not the weights, so weights that did not move keep their bits."""
     scene = {"module": {"lr": 0.0}, "max_epochs": 1}
     exact, _ = local(two_ranks, 2, {"dtype": None}, **scene)
     rank_0, rank_1 = local(two_ranks, 2, {"dtype": "int8"}, **scene)
@@ -152,7 +155,7 @@ def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
 
 
 def fit_and_reference(every):
-    """Return whether the weights after each batch are those of a plain loop, and the weights after step 4."""
+    """Return whether the weights after each batch equal those of a plain loop, and the weights after step 4."""
     seen = local(None, every)
     module = Toy()
     expected = []
@@ -173,7 +176,8 @@ def fit_and_reference(every):
                 if tensor.is_floating_point():
                     with torch.no_grad():
                         dist.all_reduce(tensor)
-                        tensor /= 2  # exact, as the sum of two numbers is the same on both ranks
+                        # exact, because the sum of two numbers is the same on both ranks
+                        tensor /= 2
             for state in optimizer.state.values():
                 dist.all_reduce(state["momentum_buffer"])
                 state["momentum_buffer"] /= 2
@@ -188,7 +192,7 @@ def fit_and_reference(every):
 def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so_many_steps(
     two_ranks,
 ):
-    """Bit for bit, against a loop in plain torch: eight steps, means after steps 3 and 6. After step 4 nodes differ."""
+    """Eight steps with means after steps 3 and 6 match a plain torch loop bit for bit. Nodes differ after step 4."""
     rank_0, rank_1 = two_ranks.run(fit_and_reference, 3)
     for rank, (is_equal, _) in enumerate((rank_0, rank_1)):
         assert is_equal == [True] * 8, f"rank {rank}"
@@ -207,18 +211,18 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(
     trained = trained_of(toy.Toy())
     for step in range(4):
         weights = [values(seen)[step] for seen in ranks]
-        # statistics follow in the next forward, as ddp's
+        # Statistics are synchronized in the next forward pass, as under ddp.
         assert torch.equal(weights[0][trained], weights[1][trained]), f"node 0 in step {step}"
         assert torch.equal(weights[2][trained], weights[3][trained]), f"node 1 in step {step}"
         for rank in (1, 2, 3):
             is_equal = torch.equal(weights[0], weights[rank])
             assert is_equal == (step == 2), f"rank {rank} in step {step}"
-    # with optimizer state, at the end
+    # At the end this includes optimizer state.
     assert all(same(final(ranks[0]), final(seen)) for seen in ranks)
 
 
 def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks):
-    """Steps of two batches each: a period is two steps, whatever the batches."""
+    """With steps of two batches, a period counts steps and not batches."""
     scene = {
         "module": {"optimizer": "LARS"},
         "precision": "16-true",
@@ -232,7 +236,7 @@ def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks)
 
 
 def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(four_ranks):
-    """Gradients, running statistics and weights. Then pairs of steps on each node."""
+    """Gradients, running statistics and weights match first. Then each node makes pairs of local steps."""
     scene = {"ranks_per_node": 2, "precision": "16-true"}
     whole = local(four_ranks, 1, **scene)
     ranks = local(four_ranks, 2, {"from_step": 2}, **scene)
@@ -246,7 +250,7 @@ OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
-    """With rate 1 and no momentum it is the mean. With rate 2 the first common weights lie twice as far."""
+    """An outer rate of 1 without momentum gives the mean. A rate of 2 doubles the first move from the start."""
     start = values_of(toy.Toy())
     trained = trained_of(toy.Toy())
     mean = values(local(two_ranks, 4, {})[0])
@@ -256,8 +260,9 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
     assert torch.equal(mean[3], lr_1[3])
     step = lr_2[3] - start
     expected = 2 * (mean[3] - start)
-    torch.testing.assert_close(step[trained], expected[trained], rtol=1e-3, atol=1e-6)  # roundings
-    # running statistics take no outer step
+    # differs by rounding
+    torch.testing.assert_close(step[trained], expected[trained], rtol=1e-3, atol=1e-6)
+    # The outer step does not apply to running statistics.
     assert torch.equal(lr_2[3][~trained], mean[3][~trained])
     # d + m / 2
     torch.testing.assert_close(
@@ -267,7 +272,7 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
 
 
 def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
-    """After two steps, with a period of 100: what each rank validates are the same bits, those of the EMA."""
+    """After two steps of a period of 100, all ranks validate the same bits, which are the weights of the EMA."""
     callbacks = [at(on_validation_batch_start=validated), partial(MasterWeightAveraging, decay=0.5)]
     scene = {
         "val": partial(toy.loader, 16),
@@ -296,7 +301,7 @@ def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
 def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     two_ranks, tmp_path, precision, optimizer, options
 ):
-    """Saved after step 4, one step into the second period of three."""
+    """A run saved one step into the second period of three resumes bit for bit."""
     path = tmp_path / "four.ckpt"
     scene = {"precision": precision, "module": {"optimizer": optimizer}, "max_epochs": 3}
     saving = local(two_ranks, 3, options, callbacks=[Saves(path, epoch=0)], **scene)
@@ -311,7 +316,7 @@ def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
 def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(
     two_ranks, four_ranks, tmp_path
 ):
-    """Files hold what all nodes agree on, so nothing in them depends on nodes."""
+    """A checkpoint contains only values that all nodes agree on, so it loads on any number of nodes."""
     path = tmp_path / "last.ckpt"
     saved = local(four_ranks, 5, ranks_per_node=2, precision="16-true", save_to=path)[0]
     under_ddp = fit(two_ranks, Toy, strategy="ddp", ckpt_path=path)
@@ -321,7 +326,7 @@ def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(
 
 
 def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks):
-    """Node 1 overflows in each of four steps. It has no momentum yet when node 0 has. Rates fall for both."""
+    """Node 1 skips four steps because of overflow and has no momentum yet when node 0 has. Both learning rates fall."""
     steps = (0, 1, 2, 3)
     module = {"optimizer": "Adam", "steps": steps}
     ranks = local(two_ranks, 3, precision="16-true", module=module, max_epochs=1)
@@ -343,7 +348,8 @@ def die(trainer, module, *args):
 
 def error_of_a_death():
     error = local(None, 3, callbacks=[at(on_train_batch_end=die)], raises=True).error
-    dist.destroy_process_group()  # with what Lightning has begun in it; the next test gets another
+    # with Lightning's pending operations; the next test gets another group
+    dist.destroy_process_group()
     return error
 
 

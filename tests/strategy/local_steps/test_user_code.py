@@ -1,4 +1,4 @@
-"""`LocalSteps` with what users write: Adam, averages of weights, teachers, steps left out, a search."""
+"""`LocalSteps` with typical user code: Adam, averaged weights, teachers, skipped steps, a search."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ LOW_RATE = partial(toy.Toy, lr=0.05)
 
 
 class Rows(pl.LightningModule):
-    """Module in which a rank sees its own rows of an embedding. The other rank has no second moment of them."""
+    """Module in which each rank sees its own embedding rows, and has no second moment of the other rank's rows."""
 
     def __init__(self, kind):
         super().__init__()
@@ -53,7 +53,7 @@ def weights_now(trainer, module, *_):
 def test_an_element_that_one_node_alone_has_seen_moves_no_faster_on_the_others(
     two_ranks, kind, across
 ):
-    """An averaged first moment with a second moment of zero made steps of 1e8 times the learning rate."""
+    """An averaged first moment with a second moment of zero once made steps of 1e8 times the learning rate."""
     looks = at(on_train_batch_start=weights_now, on_train_batch_end=weights_now)
     options = {"every": 4, "dtype": across}
     for seen in fit(two_ranks, partial(Rows, kind), options, max_epochs=1, callbacks=[looks]):
@@ -72,7 +72,7 @@ def test_an_element_that_one_node_alone_has_seen_moves_no_faster_on_the_others(
     ids=["ema, outer step", "swa"],
 )
 def test_hooks_at_the_end_of_training_see_the_mean(two_ranks, averages, options):
-    """These hooks run before those of a strategy: each node had its own weights there, and its own average later."""
+    """Hooks that run before the strategy's hooks still see the mean, and not the weights or averages of one node."""
     callbacks = [*averages, at(on_train_end=weights_now)]
     rank_0, rank_1 = fit(
         two_ranks, LOW_RATE, {"every": 3} | options, max_steps=5, callbacks=callbacks
@@ -113,7 +113,7 @@ class ByHand(toy.Toy):
 
 
 class Manual(toy.Toy):
-    """Module that makes the same steps by hand, with the optimizer that Lightning wraps."""
+    """Module that makes the same steps in a manual loop, with the optimizer that Lightning wraps."""
 
     def __init__(self):
         super().__init__(lr=0.05)
@@ -127,7 +127,7 @@ class Manual(toy.Toy):
 
 
 def test_a_manual_loop_in_half_precision_averages_fp32_weights(two_ranks):
-    """Its optimizer steps inside of `training_step`, where parameters show their half-precision copies."""
+    """A manual loop steps inside of `training_step`, where parameters are half-precision copies."""
     scene = {"options": {"every": 2}, "precision": "16-true", "loss_scale": 1024}
     automatic = fit(two_ranks, LOW_RATE, **scene)
     for seen in fit(two_ranks, Manual, **scene):
@@ -141,9 +141,9 @@ def test_steps_that_lightning_does_not_count_are_a_single_warning(two_ranks):
 
 
 class Teacher(toy.Toy):
-    """Module whose frozen weights follow its network, as of mean teachers and BYOL. Another frozen layer is constant.
+    """Module whose frozen teacher weights follow its network, as in mean teachers and BYOL.
 
-    Its buffer is no statistic of a BatchNorm, and each node moves it in its own way.
+    Another frozen layer is constant. The buffer is not a BatchNorm statistic, and each node changes it differently.
     """
 
     def __init__(self):
@@ -166,7 +166,7 @@ def centre(trainer, module, *_):
 def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are_those_of_rank_zero(
     two_ranks,
 ):
-    """After steps 2 and 4, and at the end."""
+    """Frozen weights are averaged after steps 2 and 4, and at the end. Other buffers come from rank zero."""
     rank_0, rank_1 = fit(
         two_ranks, Teacher, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=centre)]
     )
@@ -179,7 +179,7 @@ def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are
 
 
 class NotesBuffers(toy.Toy):
-    """Module that records the running mean with which each forward begins."""
+    """Module that records the running mean at the start of each forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ def noted_means(trainer, module):
 
 
 def test_the_ranks_of_a_node_begin_each_forward_with_the_same_running_statistics(four_ranks):
-    """DDP broadcasts buffers from rank zero. Here they are those of the first rank of each node."""
+    """DDP broadcasts buffers from rank zero. With local steps, each node uses the buffers of its first rank."""
     scene = {"ranks_per_node": 2, "max_epochs": 1, "callbacks": [at(on_train_end=noted_means)]}
     means = [
         seen.looks["on_train_end"][0]

@@ -1,4 +1,4 @@
-"""Network whose last layers may be cut over the ranks of a node, and fits of it, cut and whole."""
+"""Network whose last layers can be sliced across the ranks of a node, and fits with sliced and with whole layers."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ NUM_CLASSES = 8
 
 
 class Net(nn.Module):
-    """Network of a normalised trunk, a pair fc6 and fc7, and a head."""
+    """Network with a normalised trunk, a pair of layers fc6 and fc7, and a head."""
 
     def __init__(self, is_cut=True, dropout=0.0, width=10):
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.node_slices = (("fc6", "fc7"), ("fc8",)) if is_cut else ()
 
     def forward(self, images):
-        # No ReLU: in half precision a unit near zero would be off in one run and on in the other.
+        # No ReLU: in half precision, a unit near zero could be active in one run and inactive in the other.
         x = self.dropout(self.fc6(self.trunk(images)).tanh())
         return self.fc8(self.fc7(x).tanh())
 
@@ -56,7 +56,7 @@ class Module(pl.LightningModule):
             loss = loss + self.penalty * sum(
                 parameter.float().square().sum() for parameter in self.parameters()
             )
-        if batch_idx in self.overflows and this_rank() == 1:  # in the slice of one rank alone
+        if batch_idx in self.overflows and this_rank() == 1:  # only in the slice of one rank
             loss = loss + (self.net.fc6.weight.float().sum() * float("inf"))
         return loss
 
@@ -109,7 +109,7 @@ def loader(num, size=NUM_IMAGES):
 
 
 def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, special=None, **scene):
-    """Fit one epoch and return the observations. `special`: arguments of the module."""
+    """Fit one epoch and return the observations. `special` holds arguments of the module."""
     options = {
         "max_epochs": 1,
         "num_sanity_val_steps": 0,
@@ -124,14 +124,14 @@ def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, speci
 
 
 def whole_and_cut(ranks, *args, **scene):
-    """Fit whole layers and cut ones. Return the two observations of each rank."""
+    """Fit with whole and with sliced layers, and return both observations of each rank."""
     whole = fit(ranks, *args, False, **scene)
     cut = fit(ranks, *args, True, **scene)
     return list(zip(whole, cut, strict=True))
 
 
 def difference(result, expected, least=1e-30):
-    """Return the largest difference of tensors of one structure, relative to the expected norm, or to `least`."""
+    """Return the largest difference of two trees of tensors, relative to the expected norm or to `least`."""
     if isinstance(result, torch.Tensor):
         assert result.shape == expected.shape
         scale = max(float(expected.double().norm()), least)

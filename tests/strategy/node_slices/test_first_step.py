@@ -1,4 +1,4 @@
-"""The first training step of a cut network, compared with the whole one: user code between layers may not be cut."""
+"""First training step of a sliced network, compared with the whole network. Some user code cannot be sliced."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ HEAD_WIDTH = WIDTH // NUM_HEADS
 
 
 class SelfAttention(nn.Module):
-    """Attention as users write it. A `view` computes the number of heads, or their width."""
+    """Attention as users write it. A `view` computes either the number of heads or their width."""
 
     def __init__(self, heads, width):
         super().__init__()
@@ -63,7 +63,7 @@ by_width_of_heads = partial(Attention, -1, HEAD_WIDTH)
 
 
 class Between(nn.Module):
-    """Pair with an operation of the user's between its layers. The second layer may begin at zero."""
+    """Pair of layers with a user's operation in between. The second layer may start at zero."""
 
     def __init__(self, operation, starts_at_zero=False):
         super().__init__()
@@ -101,7 +101,7 @@ def dropped(x):
 
 
 class Gated(Between):
-    """Pair with a gate that the plan forgets, so that it stays whole."""
+    """Pair with a gate that the plan omits, so that the gate stays whole."""
 
     def __init__(self):
         super().__init__(F.silu)
@@ -112,7 +112,7 @@ class Gated(Between):
 
 
 class TiedByHand(nn.Module):
-    """Head that multiplies by the weight of the embedding, without a layer of its own."""
+    """Head that multiplies by the weight of the embedding without a separate layer."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ def three_pairs():
 
 
 class Module(pl.LightningModule):
-    """A normalized trunk with dropout, the block of a test, and values that a step moves."""
+    """Normalised trunk with dropout, the block under test, and values that each step changes."""
 
     def __init__(self, make_body):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Transformers cut over the ranks of a node: attention by heads, feed-forward by features, both ends by tokens."""
+"""Transformers sliced across the ranks of a node: attention by heads, feed-forward by features, both ends by tokens."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -19,21 +19,21 @@ LONG = pytest.mark.long
 OF_TRANSFORMERS = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed"
 )
-# Relative; over 20 steps sums are added in another order. Half precision rounds gradients by 5e-4 each.
+# Relative errors. Over 20 steps, sums are added in a different order. Half precision rounds each gradient by 5e-4.
 BOUNDS = {"64-true": 1e-10, "32-true": 1e-5, "16-true": 1e-3}
-# As many tokens as do not divide by four ranks, as the 30,522 of BERT.
+# This number is not divisible by four ranks, like BERT's 30,522 tokens.
 NUM_TOKENS = 31
 LENGTH = 6
 WIDTH = 16
 NUM_HEADS = 4
 PADDING = 0
 NUM_MASKED = 2
-NUM_SEQUENCES = 8  # of all ranks
-NUM_STEPS = 20  # of a fit
+NUM_SEQUENCES = 8  # over all ranks
+NUM_STEPS = 20  # in a fit
 
 
 class Encoder(nn.Module):
-    """Encoder of torch's layers, with position embeddings before and a tied head behind."""
+    """Encoder of torch's layers, with position embeddings at the start and a tied head at the end."""
 
     def __init__(self, batch_first=True):
         super().__init__()
@@ -68,7 +68,7 @@ SEQUENCE_FIRST = partial(Encoder, batch_first=False)
 
 
 class Bert(nn.Module):
-    """BERT of `transformers`, with the head's own bias. Activations are computed again in backward."""
+    """BERT of `transformers` with a bias in the head. Activations are recomputed in backward."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ def lars(module):
 
 
 def loader(num_steps=NUM_STEPS):
-    """Return a loader of this rank's share of batches that are the same for all numbers of ranks."""
+    """Return a loader of this rank's share of batches. The batches do not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, NUM_TOKENS, (num_steps, NUM_SEQUENCES, LENGTH), generator=generator)
     tokens[:, ::3, -1:] = PADDING
@@ -235,7 +235,7 @@ def test_a_checkpoint_resumes_whole_and_cut_over_other_numbers_of_ranks(
 
 
 def shapes_in(path):
-    """Return weights and optimizer state of a file, with shapes in place of tensors."""
+    """Return weights and optimizer state of a checkpoint, with shapes in place of tensors."""
     checkpoint = torch.load(path, weights_only=True)
     tensors = [checkpoint["state_dict"], checkpoint["optimizer_states"]]
     return tree_map_only(torch.Tensor, torch.Tensor.size, tensors)

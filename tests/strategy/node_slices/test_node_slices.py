@@ -1,4 +1,4 @@
-"""Layers cut over the ranks of a node in a fit: the results of whole layers, up to the order of additions."""
+"""Layers sliced across the ranks of a node in a fit: equal to whole layers, up to the order of additions."""
 
 import time
 from contextlib import nullcontext
@@ -34,8 +34,8 @@ from tests.strategy.node_slices.sliced import (
 )
 
 LONG = pytest.mark.long
-# fp32 has 6e-8, and adds a few dozen products in another order, over five steps. In half precision gradients are
-# rounded: of whole layers on each rank, of slices after the sum over a node.
+# fp32 has a relative precision of 6e-8, and a few dozen products are added in a different order over five steps. In
+# half precision, gradients are rounded on each rank for whole layers, and after the reduction within a node for slices.
 BOUNDS = {"32-true": 1e-6, "16-true": 4e-3, "bf16-true": 4e-2, "bf16-mixed": 4e-2, None: 4e-3}
 TWO = {"ranks_per_node": 2}
 OVERFLOWS = TWO | {"special": {"overflows": (1, 2)}}
@@ -43,7 +43,7 @@ ACCUMULATES = TWO | {"accumulate_grad_batches": 2, "num": 6}
 CLIPS = TWO | {"gradient_clip_val": 0.01}
 CLIPS_VALUES = TWO | {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
 PENALISES = TWO | {"special": {"penalty": 0.1}}
-# Layers of several blocks, of which ranks have parts where they are not cut, and none of slices.
+# Whole layers of several blocks are shared between ranks, and slices are not.
 SHARES = TWO | {"shard_update": "node", "special": {"width": 6000, "overflows": (1, 2)}}
 SHARES_WORLD = SHARES | {"shard_update": "world"}
 SCALES = OVERFLOWS | {
@@ -98,10 +98,11 @@ def test_steps_of_cut_layers_are_those_of_whole_layers_except_for_rounding(
         if precision == "32-true":
             differences["weights"] = difference(cut.weights, whole.weights)
             differences["metrics"] = difference(cut.metrics, whole.metrics)
-            if "shard_update" not in scene:  # else a rank has a part of the state
+            if "shard_update" not in scene:  # otherwise each rank has only a part of the state
                 differences["states"] = difference(cut.states, whole.states)
         else:
-            # weights that began at zero are mostly rounding, and small next to the others, whose norms are 0.2 to 4
+            # Weights that began at zero are mostly rounding errors, and small next to the others, whose norms are 0.2
+            # to 4.
             differences["weights"] = difference(cut.weights, whole.weights, least=1.0)
         assert max(differences.values()) < BOUNDS[precision], f"{differences} on rank {cut.rank}"
         assert cut.num_skipped == num_skipped, f"rank {cut.rank}"
@@ -125,7 +126,7 @@ def test_stochastic_weight_averaging_averages_slices(two_ranks):
 
 def compiled(is_cut):
     module = Module(sgd, is_cut)
-    module.net.compile(backend="eager")  # its graphs, without their minutes in a compiler
+    module.net.compile(backend="eager")  # its graphs, without minutes of compilation
     return module
 
 
@@ -186,7 +187,7 @@ def shapes_of(tensors):
 
 
 def uneven_loader():
-    """Return a loader with another number of images and of batches on each rank."""
+    """Return a loader with a different number of images and batches on each rank."""
     images = sliced.images_of(2, rank=7 + this_rank())[: 11 - 7 * this_rank()]
     return torch.utils.data.DataLoader(images, batch_size=4)
 
@@ -210,12 +211,12 @@ def test_validation_accepts_any_number_of_images_and_uses_the_average(two_ranks)
             error = difference(getattr(cut, name), getattr(whole, name), least=1.0)
             assert error < BOUNDS["32-true"], f"{name} on rank {cut.rank}"
         counts.append(len(cut.looks["on_validation_batch_end"]))
-    # in two epochs. Ranks have different numbers of batches, so layers must have been whole
+    # Two epochs. The ranks have different numbers of batches, so the layers must have been whole.
     assert counts == [2 * 3, 2 * 1]
 
 
 class RunsOnRankZero(Module):
-    """Module that rank zero alone runs in its own hooks at the end of validation."""
+    """Module that only rank zero calls, in its own hooks at the end of validation."""
 
     def __init__(self, is_cut):
         super().__init__(sgd, is_cut)
@@ -233,7 +234,7 @@ def outputs(trainer, module):
 
 
 def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_ranks):
-    # With the sanity check: training continues with slices after it.
+    # The sanity check is included: training continues with slices after it.
     scene = {"num": 2, "val": partial(loader, 1), "num_sanity_val_steps": 1, "max_epochs": 2}
     scene |= {"timeout": timedelta(seconds=10), "callbacks": [AVERAGES, at(on_train_end=outputs)]}
     whole = fit(two_ranks, sgd, module=partial(RunsOnRankZero, False), **scene)
@@ -247,7 +248,7 @@ def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_
 
 
 class RecordsDtypes(Module):
-    """Module that records dtype and shape of a weight in each validation step, and in a hook after it."""
+    """Module that records dtype and shape of a weight in each validation step and in a hook after it."""
 
     def __init__(self):
         super().__init__(lars)
@@ -278,7 +279,7 @@ def test_validation_in_half_precision_computes_with_whole_half_weights_and_hooks
 
 
 class Drops(Module):
-    """Module that records the features of fc6 that dropout keeps."""
+    """Module that records which features of fc6 dropout keeps."""
 
     def __init__(self):
         super().__init__(sgd, dropout=0.5)
@@ -298,7 +299,7 @@ def mask_and_number(trainer, module, *args):
 
 def masks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "tanh", lambda x: x.abs() + 1)  # zeros are of dropout alone
+        patch.setattr(torch.Tensor, "tanh", lambda x: x.abs() + 1)  # so only dropout creates zeros
         return fit(
             None, sgd, num=2, module=Drops, callbacks=[at(on_train_batch_end=mask_and_number)]
         )
@@ -309,7 +310,7 @@ def test_dropout_is_independent_on_the_slices_and_leaves_the_global_stream_alike
     masks_0 = torch.stack([mask for mask, _ in rank_0])
     masks_1 = torch.stack([mask for mask, _ in rank_1])
     assert masks_0.shape == (2, 2 * NUM_IMAGES, 16 // 2)
-    # independent: both keep a feature in a quarter of all positions
+    # Independent masks keep a feature on both ranks in a quarter of all positions.
     assert abs(float((masks_0 * masks_1).mean()) - 0.25) < 0.1
     assert [number for _, number in rank_0] == [number for _, number in rank_1]
 
@@ -325,7 +326,7 @@ def spoil(trainer, module, outputs, batch, batch_idx):
 
 
 def look_alone(trainer, module, *args):
-    """Look at the weights on rank zero only, as after an error there."""
+    """Read the weights on rank zero only, as after an error on that rank."""
     if this_rank() == 0:
         with run_status(trainer).own_state():
             assert module.state_dict()["net.fc6.weight"].shape == (8, 10)
@@ -343,11 +344,11 @@ def test_the_check_of_replicas_compares_only_parameters_that_all_ranks_share(two
         assert "`net.trunk.0.weight`" in seen.error, f"rank {seen.rank}"
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 class Doubled(nn.Linear):
-    """Linear layer of a subclass."""
+    """Subclass of a linear layer."""
 
 
 class Gated(nn.Module):
@@ -476,7 +477,7 @@ def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
 
 
 def state_on_rank_zero(folder):
-    """Return shapes of the module's state on both ranks, and the error of a call on rank zero alone."""
+    """Return the shapes of the module's state on both ranks, and the error of a call on rank zero only."""
     ended = Path(folder, "ended")
     shapes = []
 
@@ -486,7 +487,7 @@ def state_on_rank_zero(folder):
         if trainer.is_global_zero:
             module.state_dict()
         end_s = time.monotonic() + 30
-        # no process ends here, which would end a collective
+        # Both processes stay alive, because the end of a process would end the collective.
         while not ended.exists() and time.monotonic() < end_s:
             time.sleep(0.05)
         raise FloatingPointError("rank zero has ended" if ended.exists() else "rank zero waits")

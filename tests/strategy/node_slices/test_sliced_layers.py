@@ -1,4 +1,4 @@
-"""Heads, embeddings and attention cut over the ranks of a node, against whole ones. Refusals within a step."""
+"""Sliced heads, embeddings and attention compared with whole layers, and errors within a step."""
 
 import copy
 from functools import partial
@@ -16,7 +16,7 @@ from tests import toy
 
 
 def cut(whole, *names):
-    """Return a copy of which each rank has a slice. It is copied once more, as a user may in a fit."""
+    """Return a copy of a layer of which each rank has a slice. It is copied once more, as user code may do in a fit."""
     layers = nn.ModuleDict({"layer": copy.deepcopy(whole)})
     group = tuple(f"layer{name}" for name in names or [""])
     cut_(layers, [group], NodeRanks(dist.group.WORLD))
@@ -24,7 +24,7 @@ def cut(whole, *names):
 
 
 def head_on_extremes(dtype):
-    """Return losses and gradients for logits far apart, cut and whole. Targets are on either rank, and one on none."""
+    """Return losses and gradients, sliced and whole, for extreme logits. One target belongs to no rank."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 7).to(dtype)
     with torch.no_grad():
@@ -51,14 +51,14 @@ def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
         losses, gradients = cut_head
         expected, expected_gradients = whole_head
         assert losses.dtype is torch.float32, f"rank {rank}"
-        # of the same logits, in fp32
+        # Computed from the same logits in fp32.
         assert (losses - expected).abs().max() <= 1e-5 * expected.abs().max(), f"rank {rank}"
         error = (gradients - expected_gradients).abs().max()
         assert error <= bound * expected_gradients.abs().max(), f"rank {rank}"
 
 
 def head_over_tokens():
-    """Return logits, gradients and losses of a head on `[b, t, n]`, cut and whole."""
+    """Return logits, gradients and losses of a head on `[b, t, n]`, sliced and whole."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 7)
     head = cut(whole)
@@ -68,7 +68,7 @@ def head_over_tokens():
     for layer in (head, whole):
         x = features.clone().requires_grad_()
         logits = layer(x)
-        # a gradient with gaps in memory
+        # This gradient is not contiguous.
         F.cross_entropy(logits.transpose(1, 2), targets).backward()
         results.append((logits.detach(), x.grad, token_losses(layer, features, targets).detach()))
     return results
@@ -82,7 +82,7 @@ def test_a_cut_head_over_tokens_has_the_logits_gradients_and_losses_of_a_whole_o
 
 
 def embeddings():
-    """Return the rows of an embedding and the gradient of all its rows: cut, then whole."""
+    """Return the rows of an embedding and the gradient of all its rows, first sliced and then whole."""
     torch.manual_seed(0)
     whole = nn.Embedding(7, 4, padding_idx=5)
     tokens = torch.tensor([[0, 5], [3, 6 - dist.get_rank()]])
@@ -94,13 +94,13 @@ def embeddings():
 
     expected_rows = whole(tokens)
     expected_rows.sum().backward()
-    expected_gradient = whole.weight.grad / 2  # over both ranks, as DDP averages
+    expected_gradient = whole.weight.grad / 2  # averaged over both ranks, as in DDP
     dist.all_reduce(expected_gradient)
     return rows.detach(), gradient, expected_rows.detach(), expected_gradient
 
 
 def test_a_cut_embedding_has_the_rows_and_gradients_of_a_whole_one(two_ranks):
-    """Padding gets no gradient."""
+    """The padding row gets no gradient."""
     for rank, result in enumerate(two_ranks.run(embeddings)):
         rows, gradient, expected_rows, expected_gradient = result
         assert torch.equal(rows, expected_rows), f"rank {rank}"
@@ -113,7 +113,7 @@ def sum_of_halves():
 
 
 def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):
-    """In fp16 2048 + 1 is 2048 again."""
+    """Halves are added in fp32. In fp16, 2048 + 1 would be 2048."""
     expected = torch.full((1, 7), 2050.0).half()
     for rank, result in enumerate(four_ranks.run(sum_of_halves)):
         assert torch.equal(result, expected), f"rank {rank}"
@@ -127,7 +127,7 @@ MASKS = [
 
 
 def attentions():
-    """Return output and gradient of an attention, cut and whole, for each mask. The sequence comes first."""
+    """Return output and gradient of an attention, sliced and whole, for each mask. Dimension 0 is the sequence."""
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(8, 4)
     attention = cut(whole, "", ".out_proj")

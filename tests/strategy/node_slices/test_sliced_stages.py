@@ -1,4 +1,4 @@
-"""Stages of a pipeline whose layers are cut over the ranks of a node that hold them."""
+"""Pipeline stages whose layers are sliced across the ranks of a node that hold them."""
 
 from functools import partial
 
@@ -12,14 +12,14 @@ from tests.pipeline.cases import accumulated, in_stages
 from tests.scenes import fit
 from tests.strategy.node_slices.sliced import difference
 
-BOUNDS = {"32-true": 1e-6, "16-true": 4e-3}  # as of layers that are cut without stages
+BOUNDS = {"32-true": 1e-6, "16-true": 4e-3}  # as for sliced layers without stages
 CLIPS = {"gradient_clip_val": 0.1}
 SCALE = {"loss_scale": 1024}
 NARROW = {"comm": Comm(dtype="float16")}
 
 
 class Staged(toy.Toy):
-    """Module with a pair in the first stage, and in the last a head alone, of which nothing is left to DDP."""
+    """Module with a pair in its first stage and only a head in its last stage, which leaves DDP nothing to reduce."""
 
     def __init__(self, is_cut):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Module with parameters of many sizes, and fits of it with and without `shard_update`."""
+"""Module with parameters of many sizes, and fits with and without `shard_update`."""
 
 from functools import partial
 from unittest.mock import patch
@@ -12,7 +12,7 @@ from lightning_hybrid.strategy.shard_update import shard_exchange
 from tests import scenes
 from tests.scenes import at, same, this_rank
 
-# the last is in DDP's first bucket
+# The last size is in DDP's first bucket.
 SIZES = (
     1,
     BLOCK - 1,
@@ -25,7 +25,7 @@ SIZES = (
 
 
 class Sizes(pl.LightningModule):
-    """Module of one parameter of each size and a channels-last convolution. Gradients differ by rank and step."""
+    """Module with one parameter of each size and a channels-last convolution. Gradients differ by rank and step."""
 
     def __init__(self, optimizer, overflows=(), overflow_in=-1, reads=False):
         super().__init__()
@@ -46,7 +46,7 @@ class Sizes(pl.LightningModule):
         generator = torch.Generator().manual_seed(1000 * batch_idx + this_rank())
         for index, weight in enumerate(self.weights):
             factor = torch.randn(weight.shape, generator=generator)
-            if index == self.overflow_in and this_rank() == 0:  # in the last part alone
+            if index == self.overflow_in and this_rank() == 0:  # only in the last part
                 factor.view(-1)[-1] = float("inf") if batch_idx in self.overflows else 32.0
             loss = loss + (weight.float() * factor).sum() * batch[0, 0].abs() / 64
         return loss
@@ -77,7 +77,7 @@ def adamw(module):
 
 
 def weights_of(trainer, module, *args):
-    """Return the weights of forward. In half precision a rank has fp32 values of its own parts only."""
+    """Return the weights used in forward. In half precision a rank has fp32 values only of its own shards."""
     window = trainer.strategy.run_status.window
     dtype = torch.float32 if window is None else window.dtype
     return [weight.detach().to(dtype, copy=True) for weight in module.weights]
@@ -86,7 +86,7 @@ def weights_of(trainer, module, *args):
 def fit(
     ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene
 ):
-    """Fit one epoch and return the observations. `special`: arguments of the module."""
+    """Fit one epoch and return the observations. `special` holds arguments of the module."""
     options = {
         "max_epochs": 1,
         "use_distributed_sampler": False,
@@ -114,8 +114,8 @@ def assert_same(
     callbacks=(),
     **scene,
 ):
-    """Assert that a fit with the update shared has the bits of a fit without, and return the shared fit."""
-    # Look at the start of a batch: with a hook at its end, which may read gradients, none would be left to its owner.
+    """Assert that a fit with a sharded update has the same bits as a fit without, and return the sharded fit."""
+    # Record at the start of a batch. A hook at its end may read gradients, which would disable the reduce-scatter.
     looks = at(on_train_batch_start=weights_of, on_train_epoch_end=weights_of)
     scene["callbacks"] = [*callbacks, looks]
     whole = ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, "off", scene)
@@ -127,6 +127,6 @@ def assert_same(
             assert same(seen.looks[hook], expected.looks[hook]), f"{hook} on rank {rank}"
         assert seen.num_skipped == num_skipped, f"rank {rank}"
         assert expected.num_skipped == num_skipped, f"rank {rank}"
-    # after a fit rank zero alone has the whole optimizer state
+    # After a fit, only rank zero has the whole optimizer state.
     assert same(shared[0].states, whole[0].states)
     return shared

@@ -1,4 +1,4 @@
-"""Callbacks with `shard_update`: averages, the check of replicas, metrics, writes from outside of a step."""
+"""Callbacks with `shard_update`: averages, the replica check, metrics, and writes outside of a step."""
 
 import copy
 import pickle
@@ -95,7 +95,7 @@ def test_the_check_of_replicas_accepts_parts_that_agree_between_nodes(four_ranks
 
 
 def write_data(module):
-    # Values that half precision holds: a rank has no fp32 values of other ranks' parts that it could halve.
+    # Half precision can represent these values: a rank could not halve the fp32 values of other ranks' shards.
     weight = module.weights[-2]
     weight.data.copy_(weight.detach().to(torch.float16) * 0.5)
 
@@ -157,7 +157,7 @@ def test_a_write_between_steps_is_in_the_next_checkpoint_and_in_the_next_step(
 
 
 def load_momentum(trainer, module, outputs, batch, batch_idx):
-    """Load optimizer state in a callback: the optimizer's own, then whole tensors as from a file."""
+    """Load optimizer state in a callback, first the optimizer's own and then whole tensors as from a file."""
     optimizer = trainer.optimizers[0]
     if batch_idx == 0:
         optimizer.load_state_dict(optimizer.state_dict())
@@ -210,7 +210,7 @@ def test_a_call_between_steps_in_the_context_of_one_gives_the_same(two_ranks, sc
 
 
 class StepsBySelf(Sizes):
-    """Module whose manual loop steps torch's optimizer past Lightning, with a closure in every other step."""
+    """Module whose manual loop calls the wrapped torch optimizer directly, with a closure in every other step."""
 
     def __init__(self, *args, has_closures=True, **options):
         super().__init__(*args, **options)
@@ -276,7 +276,7 @@ def test_memory_of_another_dtype_is_refused_by_name(two_ranks):
 
 
 def replace_optimizer(make, trainer, module):
-    """Continue with an optimizer of another kind from the second epoch on, as a user's schedule may."""
+    """Replace the optimizer by another kind from the second epoch on, as a user's schedule may do."""
     if trainer.current_epoch == 1:
         trainer.strategy.optimizers = [make(module)]
 

@@ -1,4 +1,4 @@
-"""Refusals of `shard_update` before training, and faults in its exchanges: the same error on all ranks."""
+"""Errors of `shard_update` before training and faults in its exchanges, which are the same on all ranks."""
 
 import pytest
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def lars(module):
 def test_a_fault_is_the_same_named_error_on_all_ranks_soon(
     two_ranks, exchange, at_call, precision, optimizer, stage, callbacks
 ):
-    # Soon: the time limit of a run here is a minute, that of the collectives half an hour.
+    # The run has a time limit of a minute here, while the collectives have one of half an hour.
     arguments = (exchange, at_call, precision, optimizer, callbacks)
     errors = two_ranks.run(error_of_a_fault, *arguments, grace_s=30.0)
     expected = f"rank 1 failed on bucket 0 in stage `{stage}` of the {exchange} exchange: OSError"

@@ -1,4 +1,4 @@
-"""Weights that are still gathered when forward begins: every reader waits for the gathered values."""
+"""Weights that are still being gathered when forward begins: every reader waits for the gathered values."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def num_under_way(trainer, module, *args):
 def test_a_step_leaves_its_weights_to_be_gathered_during_the_next_one(two_ranks, precision):
     options = {"ranks_per_node": 1, "callbacks": [at(on_train_batch_end=num_under_way)]}
     for seen in fit(two_ranks, sgd, precision, "world", num=2, **options):
-        # All that have several blocks, and the convolution.
+        # All parameters with several blocks, and the convolution.
         assert seen.looks["on_train_batch_end"] == [4, 4]
 
 
@@ -81,7 +81,7 @@ def test_a_step_leaves_its_weights_to_be_gathered_during_the_next_one(two_ranks,
 def test_a_step_on_scaled_gradients_leaves_its_weights_to_be_gathered_during_the_next_one(
     two_ranks, precision
 ):
-    """A callback at the end of a batch would let LARS step on gradients that are not scaled."""
+    """Without a callback at the end of a batch, LARS steps on scaled gradients and its gather overlaps too."""
     options = {"ranks_per_node": 1, "callbacks": [at(on_train_batch_start=num_under_way)]}
     for seen in fit(two_ranks, lars, precision, "world", num=2, **options):
         assert seen.looks["on_train_batch_start"] == [0, 4]

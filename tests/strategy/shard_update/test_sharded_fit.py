@@ -1,4 +1,4 @@
-"""`shard_update`: bit for bit the update that every rank would make by itself, in a part of the memory."""
+"""Fits with `shard_update`: bit-identical to the update that every rank makes itself, with less memory."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.scenes import Saves, at, same
 from tests.strategy.shard_update.shared import SIZES, Sizes, adamw, assert_same, fit, sgd
 
-LONG = pytest.mark.long  # in every run of the tests a few of all cases
+LONG = pytest.mark.long  # every run of the tests includes a few of all cases
 
 
 def long(*cases):
@@ -26,7 +26,7 @@ def long(*cases):
 
 
 def layerwise(module, kind, fused, options):
-    # Every third tensor, and the normalisation, is excluded.
+    # Every third tensor and the normalisation are excluded.
     weights = list(module.weights)
     groups = [
         {"params": [weight for index, weight in enumerate(weights) if index % 3 != 1]},
@@ -59,7 +59,7 @@ def overflows_in(index, first=1):
 ACCUMULATES = {"accumulate_grad_batches": 2}
 CLIPS = {"gradient_clip_val": 0.01}
 CLIPS_VALUES = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
-CHUNKS = {"chunk_numel": 1 << 12}  # of which every third takes the memory of the first again
+CHUNKS = {"chunk_numel": 1 << 12}  # every third chunk reuses the memory of the first
 WORLD = {"shard_update": "world", "ranks_per_node": 2}
 ONE_RANK_PER_NODE = {"shard_update": "world", "ranks_per_node": 1}
 
@@ -90,24 +90,24 @@ ONE_RANK_PER_NODE = {"shard_update": "world", "ranks_per_node": 1}
 def test_a_shared_update_has_the_bits_of_a_whole_one(
     rank_pool, optimizer, precision, num_ranks, scene
 ):
-    """With overflow in one part, the trainer's options, several nodes, and trust ratios of whole tensors."""
+    """A sharded update matches with overflows, trainer options, several nodes and trust ratios of whole tensors."""
     assert_same(rank_pool.ranks(num_ranks), optimizer, precision, **scene)
 
 
 def num_master_weights(trainer):
-    """Return the number of master weights of this rank. In fp32 there are none besides the weights."""
+    """Return the number of this rank's separate master weights, which is zero in fp32."""
     window = trainer.strategy.run_status.window
     if window is None:
         return 0
     num = sum(pair.fp32.numel() for pair in window.pairs.values())
     num += sum(part.numel() for part in trainer.strategy.run_status.master_parts.values())
-    # the whole values are freed
+    # The whole values have been freed.
     num += sum(shard._pair.fp32.numel() for shard in shards_of(trainer))
     return num
 
 
 def numbers_on_rank(trainer, module, *args):
-    """Return the numbers of master weights and of momentum that this rank holds."""
+    """Return the numbers of master weights and momentum elements that this rank holds."""
     states = trainer.optimizers[0].state.values()
     num_momentum = sum(state["momentum_buffer"].numel() for state in states)
     return num_master_weights(trainer), num_momentum
@@ -120,7 +120,7 @@ def shards_of(trainer):
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precision):
     num_small = sum(size for size in SIZES if size <= BLOCK)
-    num_norm = 8  # of the layer normalisation, which stays in fp32
+    num_norm = 8  # the layer normalisation stays in fp32
     looks = at(on_train_batch_end=numbers_on_rank)
     ranks = fit(two_ranks, sgd, precision, num=2, callbacks=[looks])
     num_weights = sum(weight.numel() for weight in ranks[0].weights.values())
@@ -136,13 +136,13 @@ def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precis
         assert max(masters) - min(masters) <= 2 * BLOCK
     else:
         assert masters == [0, 0]
-    # Rank zero can still save whole state after the fit.
+    # Rank zero can still save the whole state after the fit.
     states = ranks[0].states[0].values()
     assert sum(state["momentum_buffer"].numel() for state in states) == num_weights
 
 
 def num_scattered(trainer, module, *args):
-    """Return the number of buckets that are averaged for their owners alone. Without `shard_update` None."""
+    """Return the number of reduce-scattered buckets, or None without `shard_update`."""
     extensions = trainer.strategy._extensions
     if not extensions.members:
         return None
@@ -151,7 +151,7 @@ def num_scattered(trainer, module, *args):
 
 
 def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
-    """Assert that the update has the bits of a whole one, and return the number of scattered buckets by rank."""
+    """Assert that the update has the bits of a whole one, and return the number of reduce-scattered buckets by rank."""
     scene |= {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024)}
     callbacks = [*callbacks, at(on_train_end=num_scattered)]
     shared = assert_same(ranks, optimizer, precision, callbacks=callbacks, **scene)
@@ -183,7 +183,7 @@ def test_gradients_that_are_averaged_for_their_owners_alone_give_the_same_bits(
 
 
 def read_nothing(*args):
-    """Do nothing, in a hook that might look at gradients."""
+    """Do nothing, in a hook that might read gradients."""
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ class LooksLate(Sizes):
 
 
 def test_a_hook_that_is_added_within_a_step_and_may_look_at_gradients_is_refused(two_ranks):
-    """Gradients are averaged for their owners alone by then. Elsewhere they are a rank's own."""
+    """By then gradients are reduce-scattered: each is averaged only on its owner, and local on other ranks."""
     comm = Comm(algorithm="two_level", bucket_bytes=64 * 1024)
     scene = {"module": partial(LooksLate, lars), "comm": comm, "raises": True}
     for seen in fit(two_ranks, lars, **scene):
@@ -220,9 +220,10 @@ def test_a_hook_that_is_added_within_a_step_and_may_look_at_gradients_is_refused
 
 
 def scattered_in_another_order(nodes, scope):
-    """Average an fp16 bucket of three gradients: in another order than its parameter, in the same order, a small one.
+    """Reduce-scatter an fp16 bucket with a permuted, an ordinary and a small gradient.
 
-    Return the buffer, and the index of this rank among those that share the update.
+    The first gradient has another memory order than its parameter. Return the buffer, and the index of this rank among
+    those that share the update.
     """
     engine = engine_over(nodes, CommPlan(algorithm="two_level"), shares_update=scope)
     rank = dist.get_rank()
@@ -281,13 +282,13 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
         is_averaged[512:1024] = False
         is_averaged[512 + numel * index :][:numel] = True
         assert torch.equal(result[is_averaged], mean[is_averaged]), f"rank {rank}"
-        # the parts of other owners keep this rank's gradients
+        # The parts of other owners keep this rank's gradients.
         unchanged = integers(rank, 1031, torch.float16)[~is_averaged]
         assert torch.equal(result[~is_averaged], unchanged), f"rank {rank}"
 
 
 def saved(ranks, folder, precision, shard_update, *, resume=None):
-    """Fit two epochs, or resume the second. Return the weights of all ranks, and the content of a file of the end."""
+    """Fit two epochs, or resume the second. Return the weights of all ranks and the content of the last checkpoint."""
     path = folder / f"{shard_update}4.ckpt"
     scene = {"num": 2, "max_epochs": 2, "save_to": path, "ckpt_path": resume}
     scene["ranks_per_node"] = 1 if shard_update == "world" else 2
@@ -323,7 +324,7 @@ def test_a_run_resumes_to_the_bit_with_or_without_a_shared_update(
 
 
 def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
-    """On CUDA `auto` is flat, which has no gather of gradients to omit: the gather of weights would be extra."""
+    """On CUDA a sharded update must not use `auto`, which is flat: the gather of weights would be extra traffic."""
     topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=4)
     fit = SimpleNamespace(device=torch.device("cuda", 0), topology=topology)
     plan = ShardUpdateExtension("node").engine_options(fit, CommPlan())["plan"]
@@ -340,7 +341,7 @@ def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
         gradients = traffic_of(planned.algorithm, topology, 2 * numel)
         inside = gradients.inside
         if planned.algorithm == "two_level":
-            # without the gather of gradients, which is half of the bytes within a node
+            # Without the gather of gradients, which is half of the bytes within a node.
             inside /= 2
         inside += traffic_of("node_gather", topology, 2 * numel).inside
         two_level = traffic_of("two_level", topology, 2 * numel)

@@ -1,4 +1,4 @@
-"""Gradients averaged for their owners alone, on CUDA's path: streams and events that only record."""
+"""Reduce-scattered gradients on the CUDA path, with streams and events that only record."""
 
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def test_a_wait_for_a_bucket_orders_the_reads_of_the_rank_s_part_and_of_shared_g
         future = scatter(bucket_of([large, small], buffer))
         future.wait().mul_(0.1)
     del buffer, future
-    torch.zeros(1)  # one more operation, in which returned memory would be found
+    torch.zeros(1)  # one more operation, which would reuse memory that was freed too early
     assert cuda.violations == []
     assert cuda.host_waits == []
     engine.close()

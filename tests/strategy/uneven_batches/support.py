@@ -1,4 +1,4 @@
-"""A small network on ranks with loaders of different lengths, and its gradients in float64 by hand.
+"""Small network on ranks with loaders of different lengths, and its gradients in float64 by hand.
 
 batches of ranks   7, 5, 5, 3          of 4 samples, the last one of each rank smaller
 """
@@ -25,7 +25,7 @@ NUM_BATCHES = (7, 5, 5, 3)
 
 
 class Numbered(Dataset):
-    """Samples with their numbers, those of one rank."""
+    """Samples of one rank with their indices."""
 
     def __init__(self, rank: int, num_samples: tuple[int, ...] = NUM_SAMPLES) -> None:
         self.first = sum(num_samples[:rank])
@@ -39,7 +39,7 @@ class Numbered(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same samples without a length."""
+    """Stream of the same samples without a length."""
 
     def __init__(self, rank: int) -> None:
         self.samples = Numbered(rank)
@@ -59,14 +59,14 @@ def loader(kind: type = Numbered, **options: Any) -> DataLoader:
 
 
 class OwnLoader:
-    """A loader of the user's own class, without a length."""
+    """Loader of a user's class without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(loader())
 
 
 class Unwatched(pl.LightningModule):
-    """A classifier whose gradients nobody reads."""
+    """Classifier whose gradients no code reads."""
 
     def __init__(self, lr: float = 0.2) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Unwatched(pl.LightningModule):
             torch.manual_seed(1)
             self.net = network()
         self.lr = lr
-        self.numbers: list[int] = []  # of the samples since the last step
+        self.numbers: list[int] = []  # indices of the samples since the last step
         self.steps: list[dict[str, Any]] = []
         self.batch_indices: list[int] = []
 
@@ -90,7 +90,7 @@ class Unwatched(pl.LightningModule):
 
 
 class Network(Unwatched):
-    """The same, which notes the samples, weights and gradients of each step."""
+    """Classifier that records the samples, weights and gradients of each step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps.append(
@@ -114,7 +114,7 @@ def copies(tensors: Any) -> list[Tensor]:
 def fit(
     module: Any = Network, train: Any = loader, strategy: Any = None, **scene: Any
 ) -> dict[str, Any]:
-    """Fit on this rank with `uneven_batches="join"`, and return what the module has noted."""
+    """Fit on this rank with `uneven_batches="join"`, and return the records of the module."""
     names = ("ckpt_path", "val", "callbacks")
     options = {name: scene.pop(name, None) for name in names}
     of_trainer = ("precision", "accumulate_grad_batches", "max_steps", "max_epochs", "logger")
@@ -154,12 +154,12 @@ def fit_scene(scene: dict[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(results: list[dict[str, Any]]) -> list[int]:
-    """Numbers of the samples that all ranks have trained on."""
+    """Return the indices of the samples that all ranks have trained on."""
     return [number for rank in results for step in rank["steps"] for number in step["numbers"]]
 
 
 def mean_gradients(weights: list[Tensor], numbers: list[int]) -> list[Tensor]:
-    """Gradients of the mean loss of these samples, in float64."""
+    """Return the gradients of the mean loss of these samples in float64."""
     exact = network().double()
     with torch.no_grad():
         for parameter, value in zip(exact.parameters(), weights, strict=True):
@@ -172,7 +172,7 @@ def mean_gradients(weights: list[Tensor], numbers: list[int]) -> list[Tensor]:
 
 
 def largest_error(results: list[dict[str, Any]]) -> float:
-    """Largest relative error of a step's gradients against those of its global batch."""
+    """Return the largest relative error of a step's gradients with respect to its global batch."""
     errors = []
     for steps in zip(*(rank["steps"] for rank in results), strict=True):
         numbers = [number for step in steps for number in step["numbers"]]

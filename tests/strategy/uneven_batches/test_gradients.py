@@ -1,4 +1,4 @@
-"""Ranks whose loaders have 7, 5, 5 and 3 batches: each step has the gradients of its global batch."""
+"""Ranks with 7, 5, 5 and 3 batches: the gradients of each step equal those of its global batch."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ class WithLars(Network):
 
 
 class OwnLoop(Network):
-    """Manual optimization, which steps after each batch."""
+    """Module with manual optimization that steps after each batch."""
 
     automatic_optimization = False
 
@@ -44,7 +44,7 @@ class OwnLoop(Network):
 
 
 class NeverZeroes(Network):
-    """Manual optimization that lets gradients add up over the first two batches."""
+    """Module with manual optimization that accumulates gradients over the first two batches."""
 
     automatic_optimization = False
 
@@ -57,7 +57,7 @@ class NeverZeroes(Network):
 
 
 def check(results, *, num_steps, max_error=FP32_ERROR, num_epochs=1):
-    """All samples are trained once in each epoch, all ranks take the same steps and have the same weights."""
+    """Check that each epoch trains all samples once, and that all ranks take the same steps and have equal weights."""
     assert sorted(numbers_of(results)) == sorted([*range(sum(NUM_SAMPLES))] * num_epochs)
     assert largest_error(results) < max_error
     assert same_weights(results)
@@ -138,7 +138,7 @@ def test_several_epochs(four_ranks):
 
 @pytest.mark.long
 def test_gradients_that_are_scattered_have_the_same_divisor(four_ranks):
-    """Nobody reads gradients, so each rank gets those of its part only."""
+    """Without code that reads gradients, each rank receives only the gradients of its shard."""
     scene = {"precision": "16-true", "loss_scale": 1024, "ranks_per_node": 2}
     scene["comm"] = Comm("two_level", bucket_bytes=2**15)  # the last bucket is not scattered
     whole = fits(four_ranks, UnwatchedLars, **scene)
@@ -154,7 +154,7 @@ class UnwatchedLars(support.Unwatched):
             torch.manual_seed(1)
             self.net = torch.nn.Sequential(
                 torch.nn.Linear(support.NUM_FEATURES, 16),
-                torch.nn.Linear(16, 4096),  # large enough to be cut
+                torch.nn.Linear(16, 4096),  # large enough to be sharded
                 torch.nn.Linear(4096, support.NUM_CLASSES),
             )
 
@@ -163,7 +163,7 @@ class UnwatchedLars(support.Unwatched):
 
 
 def sum_of_two_means(results):
-    """Largest error of steps whose gradients are sums of the means of two global batches."""
+    """Return the largest error of steps whose gradients are sums of the means of two global batches."""
     errors = []
     for index in range(len(results[0]["steps"])):
         steps = [rank["steps"][index] for rank in results]
@@ -181,7 +181,7 @@ def flat_of(tensors):
 
 
 def test_gradients_that_a_users_loop_adds_up_keep_the_earlier_average(two_ranks):
-    """The second backward averages the sum of an average and new gradients, as under `ddp`."""
+    """As under `ddp`, the second backward averages the sum of the first average and the new gradients."""
     results = fits(two_ranks, NeverZeroes)
     assert sum_of_two_means(results) < FP32_ERROR
     assert same_weights(results)

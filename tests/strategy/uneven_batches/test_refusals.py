@@ -1,4 +1,4 @@
-"""Loaders, modules and options that `uneven_batches="join"` cannot work with, and failures while ranks join."""
+"""Loaders, modules and options that `uneven_batches="join"` does not support, and failures while ranks join."""
 
 import time
 
@@ -126,7 +126,7 @@ def test_values_of_the_option_are_checked():
 
 
 def option_of_one_rank():
-    """Only rank one has the option."""
+    """Return the error if only rank one has the option."""
     option = ("error", "join")[dist.get_rank()]
     return error_of_fit({"uneven_batches": option})
 
@@ -148,7 +148,7 @@ def test_a_rank_with_an_empty_loader_joins_all_steps(two_ranks):
 
 
 class NoneNowAndThen:
-    """A loader that yields None in place of some batches: on both ranks in the second place, on one in the third."""
+    """Loader that yields None in place of the second batch on both ranks, and of the third batch on one rank."""
 
     def __iter__(self):
         batches = list(support.loader())[:3]
@@ -160,7 +160,7 @@ class NoneNowAndThen:
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
 def test_none_in_place_of_a_batch_counts_for_nothing(two_ranks):
-    """Lightning skips a step if all ranks have None, and it would skip it on one rank alone."""
+    """A None batch adds no samples. Lightning skips a step only if all ranks have None."""
     results = fits(two_ranks, train=NoneNowAndThen)
     assert largest_error(results) < FP32_ERROR
     assert len(support.numbers_of(results)) == 24
@@ -221,7 +221,7 @@ def test_a_rank_that_has_no_batch_in_time_is_named_with_its_line(two_ranks):
 
 
 def test_user_code_reads_the_batches_of_its_rank_only(two_ranks):
-    """Reading the training loader in a hook, on one rank, waits for no other and changes nothing."""
+    """Reading the training loader in a hook on one rank neither blocks nor changes anything."""
     results = fits(two_ranks, Looks)
     assert largest_error(results) < FP32_ERROR
     assert sorted(support.numbers_of(results)) == list(range(sum(support.NUM_SAMPLES[:2])))

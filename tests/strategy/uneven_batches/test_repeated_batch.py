@@ -1,4 +1,4 @@
-"""A repeated batch counts for nothing: gradients, statistics, logs and metrics."""
+"""Effect of a repeated batch, which contributes nothing to gradients, statistics, logs and metrics."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_backward_adds_zero_whatever_the_loss_is(factor):
 
 
 class Penalised(Network):
-    """Adds a penalty on the fp32 weights, which a hook computes before the forward."""
+    """Module with a penalty on the fp32 weights, which a hook computes before the forward pass."""
 
     def on_train_batch_start(self, *args):
         self.penalty = self.net[0].weight.square().sum()
@@ -38,7 +38,7 @@ class Penalised(Network):
 
 
 class BadWhenRepeated(Penalised):
-    """Its loss is nan for a repeated batch."""
+    """Module whose loss is nan for a repeated batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -57,16 +57,16 @@ def test_a_bad_loss_of_a_repeated_batch_changes_nothing(two_ranks, precision):
 
 
 def two_loaders():
-    """Two batches on rank zero and three on rank one, with an even number of samples.
+    """Return loaders with two batches on rank zero and three on rank one.
 
-    Lightning averages the numbers of samples over ranks, in whole numbers.
+    The number of samples is even, because Lightning averages it over the ranks as an integer.
     """
     numbers = support.Numbered(dist.get_rank(), (8, 10))
     return torch.utils.data.DataLoader(numbers, batch_size=4)
 
 
 class WithStatistics(Network):
-    """A network with BatchNorm, which notes its running mean after each batch."""
+    """Network with BatchNorm that records its running mean after each batch."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class WithStatistics(Network):
 
 
 def test_statistics_of_batch_norm_do_not_move(two_ranks):
-    """Rank zero's loader ends first, and DDP broadcasts its statistics to rank one before each forward."""
+    """Rank zero's loader ends first, and DDP broadcasts its statistics to rank one before each forward pass."""
     first, second = (
         rank["batch_indices"] for rank in fits(two_ranks, WithStatistics, train=two_loaders)
     )
@@ -93,7 +93,7 @@ def test_statistics_of_batch_norm_do_not_move(two_ranks):
 
 
 def swapped_loaders():
-    """Three batches on rank zero and two on rank one."""
+    """Return loaders with three batches on rank zero and two on rank one."""
     numbers = support.Numbered(dist.get_rank(), (10, 8))
     return torch.utils.data.DataLoader(numbers, batch_size=4)
 
@@ -106,7 +106,7 @@ def test_statistics_of_a_rank_that_has_joined_are_those_of_rank_zero_before_the_
 
 
 class Logs(Network):
-    """Logs its loss and counts correct answers."""
+    """Module that logs its loss and counts correct answers."""
 
     def __init__(self):
         super().__init__(lr=0.0)
@@ -161,7 +161,7 @@ class Frozen(Network):
 
 
 class CountsTokens(Network):
-    """Counts the samples with an even number only, and takes their mean loss."""
+    """Module that counts only samples with an even index, and uses their mean loss."""
 
     def count_samples(self, batch):
         return int((batch[0] % 2 == 0).sum())
@@ -173,16 +173,16 @@ class CountsTokens(Network):
 
 
 def odd_batches():
-    """Batches with 1, 2 and 0 even numbers on rank zero, and two on rank one."""
+    """Return batches with 1, 2 and 0 even indices on rank zero, and two batches on rank one."""
     batches = ([0, 1, 3], [2, 4], [5, 7, 9]), ([6, 8], [10, 12])
     samples = support.Numbered(0, (13,))
     return torch.utils.data.DataLoader(samples, batch_sampler=batches[dist.get_rank()])
 
 
 def test_a_module_counts_what_its_loss_is_a_mean_of(two_ranks):
-    """A batch that has nothing of it counts for nothing, though its mean is nan."""
+    """A batch with a count of zero contributes nothing, although its mean loss is nan."""
     results = fits(two_ranks, CountsTokens, train=odd_batches)
     for rank in results:
-        rank["steps"] = rank["steps"][:2]  # the last one has no samples at all
+        rank["steps"] = rank["steps"][:2]  # the last step has no samples at all
     assert largest_error(results) < 1e-6
     assert all(bool(value.isfinite().all()) for value in results[0]["weights"].values())

@@ -1,4 +1,4 @@
-"""A run that is resumed after the loaders of some ranks have ended has the bits of one that was not interrupted."""
+"""Runs that resume after the loaders of some ranks have ended, bit-identical to uninterrupted runs."""
 
 from functools import partial
 
@@ -12,10 +12,11 @@ from tests.strategy.uneven_batches import support
 from tests.strategy.uneven_batches.support import BATCH_SIZE, Numbered, fits
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not resume exactly")
+# 3 and 7 batches. After 3 whole batches, another request would make the sampler draw again.
 UNEVEN = (
     12,
     27,
-)  # 3 and 7 batches. After 3 whole ones a sampler would draw again if it were asked.
+)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -27,7 +28,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def of_rank(is_stream=False, sizes=UNEVEN, **options):
-    """The loader of this rank, of batches in another order in each epoch or of a stream."""
+    """Return the loader of this rank, either shuffled anew in each epoch or of a stream."""
     samples = Numbered(dist.get_rank(), sizes)
     if is_stream:
         return DataLoader(Stream(samples), batch_size=BATCH_SIZE, **options)
@@ -40,7 +41,7 @@ def steps_of(results):
 
 
 def check_resumed(ranks, path, *, saved_step, train=of_rank, num_epochs=2, **scene):
-    """Train with and without an interruption, and compare the samples of the steps that are left and the weights."""
+    """Train with and without an interruption, and compare the samples of the remaining steps and the weights."""
     scene = {"train": train, "max_epochs": num_epochs, **scene}
     whole = fits(ranks, callbacks=[Saves(path, step=saved_step)], **scene)
     resumed = fits(ranks, ckpt_path=path, **scene)
@@ -56,14 +57,14 @@ def test_after_the_end_of_rank_zeros_loader(two_ranks, tmp_path):
 
 
 def test_in_the_tail_of_streams_with_accumulation(two_ranks, tmp_path):
-    """Three whole steps of two batches are made when rank zero's three batches are used up."""
+    """Rank zero's three batches end within a step, and all ranks make three whole steps of two batches."""
     train = partial(of_rank, is_stream=True)
     options = {"train": train, "accumulate_grad_batches": 2}
     check_resumed(two_ranks, tmp_path / "3.ckpt", saved_step=3, **options)
 
 
 def test_after_every_batch_of_a_tail(two_ranks, tmp_path):
-    """Each checkpoint but the first is written by a run whose rank zero has read no batch at all."""
+    """Every checkpoint except the first comes from a run in which rank zero read no batch at all."""
     scene = {"train": of_rank, "max_epochs": 2}
     paths = {step: tmp_path / f"{step}.ckpt" for step in (5, 6, 7)}
     whole = fits(two_ranks, callbacks=[Saves(paths[5], step=5)], **scene)
@@ -107,7 +108,7 @@ def test_four_ranks_resume_in_the_tail(four_ranks, tmp_path, name):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_exact_resume_off_repeats_the_epoch_together(two_ranks, tmp_path):
-    """As in `ddp`, loaders begin again, and the ranks still agree on the end of the epoch."""
+    """As in `ddp`, loaders start again. The ranks still agree on the end of the epoch."""
     path = tmp_path / "5.ckpt"
     scene = {"train": of_rank, "max_epochs": 2, "exact_resume": False}
     fits(two_ranks, callbacks=[Saves(path, step=5)], **scene)

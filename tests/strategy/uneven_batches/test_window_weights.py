@@ -1,4 +1,4 @@
-"""Weights of the batches of a step: factors of losses and the divisor of sums."""
+"""Weights of the batches of a step: factors of the losses and the divisor of the sums."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_equal_batches_have_factors_of_exactly_one(
 
 
 def test_the_divisor_is_the_world_size_unless_factors_are_limited():
-    """A sum that a user's loop carries along is divided by it."""
+    """The divisor also applies to a sum that a user's loop carries over."""
     _, num_terms = coefficients([[4, 3, 0]], 1, limits_factors=False)
     assert num_terms == 3
     factors, _ = coefficients([[4, 3, 0]], 1, limits_factors=True)

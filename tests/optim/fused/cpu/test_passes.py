@@ -1,4 +1,4 @@
-"""The C++ of the fused steps: how it is built, cached, called, how it rounds. `test_contract.py`: what it computes."""
+"""C++ of the fused steps: build, cache, calls and rounding. `test_contract.py` checks the results."""
 
 import os
 import stat
@@ -29,7 +29,7 @@ QUICK = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wno-psabi")
 
 
 def on_half_gradients(rule, *shapes):
-    """A fused step of fp32 parameters on scaled fp16 gradients, next to the loop."""
+    """Return a fused step of fp32 parameters on scaled fp16 gradients, together with the loop."""
     return OptimizerPair(Whole(), FUSED, rule, shapes=shapes, half=torch.float16)
 
 
@@ -53,7 +53,7 @@ def test_every_half_is_widened_as_torch_does(library):
 
 
 def test_floats_are_rounded_to_half_as_torch_does(library):
-    """Every half, the middle between it and the next, and the floats next to that. Infinities, nan, what overflows."""
+    """The test covers every half, the midpoints between halves, their neighbours, infinities, nan and overflows."""
     halves = torch.arange(0, 0x7C00).to(torch.int16).view(torch.float16).float()
     middles = (halves[1:] + halves[:-1]) / 2
     neighbours = [torch.nextafter(middles, torch.tensor(toward)) for toward in (0.0, torch.inf)]
@@ -71,7 +71,7 @@ def test_floats_are_rounded_to_half_as_torch_does(library):
 
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_the_number_of_threads_changes_no_bit(rule):
-    """Blocks are summed in their order, whichever thread took them. Enough elements that threads are used."""
+    """Blocks are added in order, whichever thread computed them. The sizes are large enough to use threads."""
     ends = []
     before = torch.get_num_threads()
     try:
@@ -88,7 +88,7 @@ def test_the_number_of_threads_changes_no_bit(rule):
 @pytest.mark.long
 @pytest.mark.parametrize("values", ["equal", "normal"])
 def test_norms_are_right_to_a_millionth_at_37_million_elements(values):
-    """Before the first update, and after it has moved the weights."""
+    """Norms are checked before the first update, and after it has moved the weights."""
     if values == "equal":
         weight = nn.Parameter(torch.full((9216, 4096), 0.1))
         grad = torch.ones(9216, 4096)
@@ -97,7 +97,7 @@ def test_norms_are_right_to_a_millionth_at_37_million_elements(values):
         grad = torch.randn(9216, 4096)
     weight.grad_dtype = None
     weight.grad = grad.half()
-    # a tenth of the weights: their norm moves by half a percent
+    # The step moves a tenth of the weights, and their norm by half a per cent.
     optimizer = LARS([weight], lr=100.0, fused=True)
     for _ in range(2):
         exact = []
@@ -150,7 +150,7 @@ def test_the_library_is_built_once_then_loaded_and_rebuilt_if_its_file_is_damage
     assert len(built) == 1
     assert list(folder.iterdir()) == [path]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    broken = tmp_path / "broken" / path.name  # a path that was loaded is not looked at again
+    broken = tmp_path / "broken" / path.name  # a path that was loaded is not loaded again
     broken.parent.mkdir()
     broken.write_bytes(b"half a file")
     assert build.PASSES.load(compiler, QUICK, broken.parent).measure_layers

@@ -1,6 +1,7 @@
-"""The kernels of the fused step: in Triton's interpreter on CPU tensors, and on CUDA where there is a GPU.
+"""Kernels of the fused step, in Triton's interpreter on CPU tensors, and on CUDA if there is a GPU.
 
-The interpreter must be chosen before Triton is imported, so those tests run in a process of their own: see the first.
+The interpreter must be selected before Triton is imported. The first test therefore runs the interpreted tests in a
+separate process.
 """
 
 import functools
@@ -41,7 +42,8 @@ not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="is not about the in
 
 LOOP = {"foreach": False}
 KERNELS = {"fused": True}
-# A chunk is 64 elements in the interpreter, 4096 on a GPU: several and a rest, less than one, just one, one and one.
+# A chunk has 64 elements in the interpreter and 4096 on a GPU. The sizes are: several chunks and a remainder, less than
+# one chunk, a scalar, exactly one chunk, and one more element.
 SHAPES = {"cpu": [(33, 7), (5,), (), (64,), (65,)], "cuda": [(330, 70), (5,), (), (4096,), (4097,)]}
 
 
@@ -102,7 +104,7 @@ def pair_on(device, **options):
 @pytest.mark.parametrize("denominator", get_args(Denominator))
 @pytest.mark.parametrize("momentum_form", get_args(MomentumForm))
 def test_kernels_make_the_steps_of_the_loop_in_every_form(device, momentum_form, denominator):
-    """Other rounding only: some five times a step. Float64 shows the rule, float32 next to it the rounding."""
+    """Results differ only by some five roundings per step. Float64 verifies the rule, and float32 the rounding."""
     forms = {"momentum_form": momentum_form, "denominator": denominator}
     bounds = {torch.float64: 1e-14}
     if momentum_form == "lr_inside":
@@ -125,7 +127,7 @@ def test_kernels_make_the_steps_of_the_loop_in_every_form(device, momentum_form,
 def test_scaled_half_gradients_move_fp32_weights_that_user_code_writes_between_steps(
     device, half, denominator
 ):
-    """A norm of weights that is carried from the last step would be wrong."""
+    """A norm of the weights must not be carried over from the last step."""
     both = pair_on(device, half=half, nesterov=True, denominator=denominator)
     assert written(both) <= 2e-6
 
@@ -162,16 +164,17 @@ def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denomi
         if isinstance(lr, torch.Tensor):
             lr_of_kernels = lr.to(device)
         LARS(params, lr=lr_of_kernels, **options, fused=True).step()
-        assert params[2]._version > version  # autograd must know
+        assert params[2]._version > version  # autograd must notice the write
         LARS(expected, lr=float(lr), **options).step()
         assert distance(params, expected) <= 1e-6
 
 
 @on_devices
 def test_layouts_missing_gradients_and_moved_memory(device):
-    """Channels last, a transposed gradient, an expanded one, two off any alignment, a weight with gaps in memory.
+    """Steps work for channels-last, transposed, expanded and misaligned gradients, and for a strided weight.
 
-    Of the long one whole chunks are off alignment, of the short one a rest: half-precision, as DDP packs them.
+    In the long misaligned gradient whole chunks are misaligned, and in the short one a remainder. Both are
+    half-precision, as DDP packs them.
     """
     if device == "cpu":
         long = 200
@@ -189,7 +192,7 @@ def test_layouts_missing_gradients_and_moved_memory(device):
         params[2].grad = expected[2].grad = None
         params[2].grad = torch.full((), 0.5, device=device).expand(9)
         expected[2].grad = torch.full((9,), 0.5)
-        for index in (3, 5):  # off alignment
+        for index in (3, 5):  # misaligned
             half = params[index].grad.half()
             params[index].grad = None
             params[index].grad = torch.cat([half.new_zeros(1), half])[1:]
@@ -212,7 +215,7 @@ def test_the_first_kernel_that_is_tried_can_be_launched(device, monkeypatch):
 
 @on_devices
 def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
-    """Two ranks in turns, each with a part of a tensor. The second of three steps has an inf in the part of one."""
+    """Two ranks in turn each step a part of a tensor. In the second of three steps, one part contains inf."""
     from lightning_hybrid.optim.fused.cuda.lars import KernelLars
 
     def engine_of(self, tensors, optimizer):
@@ -222,7 +225,7 @@ def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
         )
 
     monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
-    assert BLOCK % 4096 == 0  # their chunk
+    assert BLOCK % 4096 == 0  # the chunk of the kernels
 
     def on_rank(rank, add_up_):
         both = OptimizerPair(
@@ -245,7 +248,7 @@ def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
 
 
 class TwoEqualHalves:
-    """In place of `ShardSums`: the other rank holds the same elements as this one."""
+    """Mock of `ShardSums`, in which the other rank has the same elements as this one."""
 
     def add_up_(self, params, table):
         table.mul_(2)

@@ -1,4 +1,4 @@
-"""The kernels of the fused step where only a GPU or the compiler for it can tell: code, launches, waits, graphs."""
+"""Kernels of the fused step that need a GPU or its compiler: code, launches, waits, graphs."""
 
 import re
 import subprocess
@@ -25,7 +25,10 @@ FLAGS = ("IS_JOINT", "HAS_MOMENTUM")
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """Compiler of a kernel to PTX, for fp32 weights, fp16 gradients and aligned buffers. It must give machine code."""
+    """Return a compiler of kernels to PTX for fp32 weights, fp16 gradients and aligned buffers.
+
+    The PTX must also assemble to machine code.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -57,9 +60,10 @@ def test_the_kernels_compile_for_gpus(name, capability, compiled):
     kernel = getattr(lars_kernels, name)
     ptx = compiled(kernel, capability)
     assert bool(re.search(r"ld\.global\.v4\.b32", ptx)) == (name != "finalize")  # 16 bytes at once
-    # Gradients off alignment are read an element at a time: a wider load there would be a fault.
+    # Misaligned gradients are read element by element, because a wider load would be a fault.
     assert not re.search(r"ld\.global\.v2\.b", ptx)
-    if name == "lars_update" and capability == 90:  # to nearest: the interpreter cannot show it
+    # rounds to nearest, which the interpreter cannot show
+    if name == "lars_update" and capability == 90:
         ptx_of_bf16 = compiled(kernel, capability, WEIGHT=triton.language.bfloat16)
         assert re.search(r"cvt\.rn\.bf16", ptx_of_bf16)
 

@@ -1,4 +1,4 @@
-"""Small image sets on disk: photo-like images of different sizes whose pixels tell their class and number."""
+"""Small image sets on disk, with photo-like images of different sizes whose pixels encode class and number."""
 
 import io
 from pathlib import Path
@@ -12,7 +12,7 @@ CLASSES = ("n01", "n02", "n03")
 
 
 def pixels_of(number: int, height: int = 40, width: int = 56) -> np.ndarray:
-    """Smooth waves, other ones for each number: uint8 `"height width 3"`."""
+    """Return smooth waves that depend on the number, as uint8 `"height width 3"`."""
     rows, columns = np.mgrid[0:height, 0:width]
     phases = np.random.default_rng([11, number]).uniform(0, 6, size=3)
     waves = [
@@ -28,7 +28,7 @@ def encoded(pixels: np.ndarray, kind: str = "JPEG", **options) -> bytes:
 
 
 def image_of(number: int) -> bytes:
-    """A JPEG. Lying and standing images take turns."""
+    """Return a JPEG image. Landscape and portrait images alternate."""
     if number % 2:
         size = (40, 56)
     else:
@@ -37,7 +37,7 @@ def image_of(number: int) -> bytes:
 
 
 def write_split(folder: Path, num_images: int, classes=CLASSES, first: int = 0) -> None:
-    """Images `first`, `first + 1`, ... spans_by_rank to the classes in turns."""
+    """Write images `first`, `first + 1`, ..., and assign them to the classes in turn."""
     for number in range(first, first + num_images):
         path = folder / classes[number % len(classes)] / f"{number:05d}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)

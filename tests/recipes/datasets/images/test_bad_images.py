@@ -1,4 +1,4 @@
-"""Bad input: an error before work starts that names the cure, or another image in the broken one's place, counted."""
+"""Bad input: an early error that names the remedy, or another image in place of the broken one, with a count."""
 
 import shutil
 from unittest import TestCase
@@ -149,7 +149,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, how):
-    """It is the next of the set. Batches keep their shape, and all other pixels stay."""
+    """The next image of the set replaces it. Batches keep their shape, and all other pixels stay."""
     sound = module_of(root, global_batch_size=17)
     (expected, _), *_ = sound.train_dataloader()
     expected = expected.clone()
@@ -175,7 +175,7 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, how):
     assert torch.equal(first[position], row)
     assert list(module.train_rows.corrupt) == [broken]
     messages = [record.message for record in logged.records if "cannot be read" in record.message]
-    assert len(messages) == 2  # one of each module, however often it is read
+    assert len(messages) == 2  # one per module, however often the image is read
     assert source.name(broken) in messages[0]
     assert "1 of at most 16" in messages[0]
 

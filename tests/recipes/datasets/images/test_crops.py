@@ -1,4 +1,4 @@
-"""Views: the published crops, the same for an image on any rank, and within a grey level of Pillow's."""
+"""Views of images: the published crops, equal for an image on any rank, and within a grey level of Pillow."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def row_of(crop, pixels, image=7, epoch=2):
 
 
 def test_a_box_is_that_of_the_published_sequence():
-    """Try 1 is too wide, try 2 fits: by hand."""
+    """Calculated by hand, try 1 is too wide and try 2 fits."""
     draws = np.zeros(NUM_DRAWS)
     draws[:3] = 0.999, 0.5, 0.1  # top, left, flip
     draws[3:5] = 1.0, 1.0  # whole area, ratio 4/3: 115 x 87 in 100 x 100
@@ -38,7 +38,7 @@ def test_a_box_is_that_of_the_published_sequence():
 @pytest.mark.parametrize(
     ("size", "area", "aspect", "box"),
     [
-        # as wide as the image: fits; top = int(0.999 * 101)
+        # As wide as the image, so it fits; top = int(0.999 * 101).
         ((200, 100), (0.5, 0.5), (1, 1), (100, 0, 100, 100)),
         ((100, 200), (0.5, 0.5), (1, 1), (0, 100, 100, 100)),
         ((10, 10), (0.01, 0.5), (0.1, 0.1), (0, 4, 10, 1)),  # no width, then too high: the centre
@@ -49,7 +49,7 @@ def test_a_box_is_that_of_the_published_sequence():
 )
 def test_a_box_at_the_borders_of_what_fits(size, area, aspect, box):
     draws = np.full(NUM_DRAWS, 0.999)
-    draws[3] = 0.0  # the least area, in the first try
+    draws[3] = 0.0  # the smallest area in the first try
     assert random_box(*size, draws, area=area, aspect=aspect) == box
 
 
@@ -63,7 +63,7 @@ def test_the_centre_is_rounded_as_in_torchvision_and_long_strips_are_cut():
 
 
 def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
-    """Resized to a short side of 256, one row of 60,000 pixels would be 12 GB."""
+    """Resized to a short side of 256, a single row of 60,000 pixels would need 12 GB."""
     sizes = []
     resized = crops.resized
 
@@ -87,7 +87,7 @@ def test_draws_depend_on_seed_epoch_and_image_and_on_nothing_else():
     assert np.array_equal(draws, draws_of(**key))
     for name in key:
         assert not np.array_equal(draws, draws_of(**key | {name: key[name] + 1})), name
-    # which numpy's key does not take
+    # NumPy's key does not accept a negative seed.
     assert not np.array_equal(draws, draws_of(**key | {"seed": -1}))
     draws_of_50_images = set()
     for image in range(50):
@@ -109,7 +109,7 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
         if draws[2] < 0.5:
             flips += 1
             expected = expected[:, ::-1]
-        # measured: both round to uint8 between the two passes
+        # Measured: both round to uint8 between the two passes.
         assert np.abs(result - expected).max() <= 1
     assert 0 < flips < 12
     unflipped = row_of(TrainCrop(image_size=SIZE, seed=9, flip=False), pixels, image=image)
@@ -143,9 +143,9 @@ def test_normalisation_is_the_formula_and_keeps_channels_last():
     mean = torch.tensor(IMAGENET_MEAN).double()
     std = torch.tensor(IMAGENET_STD).double()
     expected = (levels.double() / 255 - mean) / std
-    # two roundings of fp32 (2 ** -24 each) on values up to 255 / 57, and those of mean and std
+    # Two roundings of fp32 (2 ** -24 each) on values up to 255 / 57, and the roundings of mean and std.
     assert (images.permute(0, 2, 3, 1) - expected).abs().max() < 5 * 2**-22
-    assert NormalizeOnDevice()((images, labels))[0] is images  # not twice
+    assert NormalizeOnDevice()((images, labels))[0] is images  # not normalised twice
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Decoding: any image file becomes RGB, with the same bits from either decoder. Broken files are errors."""
+"""Decoding: any image file becomes RGB, with equal bits from either decoder. Broken files raise an error."""
 
 import io
 import struct
@@ -58,7 +58,7 @@ def test_grey_cmyk_and_png_under_a_jpegs_name_become_rgb(decoder):
     buffer = io.BytesIO()
     Image.fromarray(colours).convert("CMYK").save(buffer, format="JPEG", quality=95)
     pixels = decode_rgb(buffer.getvalue(), decoder=decoder).astype(int)
-    # Both decoders convert CMYK in their own integer arithmetic: a level apart, and JPEG's loss on top.
+    # Both decoders convert CMYK in their own integer arithmetic, which differs by one level, plus the loss of JPEG.
     assert np.abs(pixels - with_pillow(buffer.getvalue()).astype(int)).max() <= 2
     assert np.abs(pixels - colours).mean() < 4
 
@@ -66,7 +66,7 @@ def test_grey_cmyk_and_png_under_a_jpegs_name_become_rgb(decoder):
 @both_decoders
 def test_a_turn_that_exif_asks_for_is_not_made_as_in_torchvision(decoder):
     exif = Image.Exif()
-    exif[0x0112] = 6  # by a quarter
+    exif[0x0112] = 6  # a quarter turn
     assert decode_rgb(encoded(pixels_of(3), exif=exif), decoder=decoder).shape == (40, 56, 3)
 
 
@@ -86,7 +86,7 @@ BROKEN = {
     "half a PNG": PNG[:900],
     "a PNG with a broken chunk": PNG[:35]
     + b"\0"
-    + PNG[36:],  # for which Pillow has an error of another kind
+    + PNG[36:],  # Pillow raises another kind of error for this
 }
 
 
@@ -99,13 +99,13 @@ def test_what_is_no_whole_image_is_an_error_of_one_kind(decoder, how):
 
 @both_decoders
 def test_a_flaw_that_libjpeg_can_pass_over_is_shown_as_pillow_shows_it(decoder):
-    # the rest of the pixels is missing, and the file has an end
+    # The remaining pixels are missing, but the file has an end marker.
     data = image_of(9)[:-200] + b"\xff\xd9"
     assert np.array_equal(decode_rgb(data, decoder=decoder), with_pillow(data))
 
 
 def bomb_png(side):
-    """A few dozen bytes that claim to be an image of `side` squared."""
+    """Return a few dozen bytes that claim to be a square image with sides of `side` pixels."""
 
     def chunk(kind, body):
         return (

@@ -1,4 +1,4 @@
-"""Threads that work ahead: every batch in order, a bounded number of them, and none left when the consumer leaves."""
+"""Threads that decode ahead: every batch in order, a bounded number, and no thread left when the consumer stops."""
 
 import gc
 import signal
@@ -16,7 +16,7 @@ from recipes.datasets.images.host_buffers import HostBuffers
 from recipes.datasets.images.loader import DecodeThreads
 from recipes.datasets.synthetic import StoredRows
 
-LIMIT_S = 90  # the programs below have 60 s of their own
+LIMIT_S = 90  # the programs below have their own limit of 60 s
 SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
 
 
@@ -51,7 +51,7 @@ def no_thread_is_left():
 
 @pytest.fixture(autouse=True)
 def a_wait_without_end_is_a_failure():
-    """Queues, events and threads are waited for in Python, where the handler of a signal can raise."""
+    """Turn an endless wait into a failure: the signal handler can raise while Python waits."""
 
     def fail(number, frame):
         raise TimeoutError(f"nothing came in {LIMIT_S} s")
@@ -71,7 +71,7 @@ def wait_until(condition, limit_s=10.0):
 
 
 def test_threads_are_not_started_before_the_first_batch_is_asked_for():
-    """Lightning makes iterators before it tells the epoch, and loaders are pickled."""
+    """Lightning creates iterators before it sets the epoch, and loaders are pickled."""
     rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
     buffers = HostBuffers(max_images=4, image_size=4, pin_memory=False)
     generator = DecodeThreads(num_threads=2).fill(iter([np.arange(4)] * 9), rows, buffers, epoch=0)
@@ -91,7 +91,7 @@ def test_batches_come_in_order_with_their_rows_and_labels(num_threads, num_batch
     read = list(batches(uneven, num_threads=num_threads, num_batches_ahead=num_batches_ahead))
     assert [images.flatten().tolist() for images, _ in read] == [share.tolist() for share in SHARES]
     assert [labels.tolist() for _, labels in read] == [(10 * share).tolist() for share in SHARES]
-    assert {labels.dtype for _, labels in read} == {torch.int64}  # as a loss asks for
+    assert {labels.dtype for _, labels in read} == {torch.int64}  # as a loss requires
 
 
 def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
@@ -111,7 +111,7 @@ def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
 
 
 def test_an_iterator_that_is_collected_in_one_of_its_threads_ends_too():
-    """Whoever drops the last reference runs the finalizer, and a thread cannot wait for itself."""
+    """The thread that drops the last reference runs the finalizer, and a thread cannot wait for itself."""
     held = []
     go_on = threading.Event()
 
@@ -157,7 +157,7 @@ def test_an_iterator_that_is_left_takes_its_threads_with_it_and_one_without_work
 
 
 def test_torch_keeps_its_number_of_threads():
-    """One in each decoding thread. Outside, now and in threads started later, what it was."""
+    """Each decoding thread uses one torch thread. Existing and later threads elsewhere keep their number."""
     before = torch.get_num_threads()
     inside = set()
     later = []
@@ -209,7 +209,7 @@ if "fork" in sys.argv:
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["exit", "fork"])
 def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
-    """In a process of its own, as the order of what is done at the exit is that of imports and of the program."""
+    """The program runs in a separate process, because the order of exit handlers depends on imports."""
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROGRAM, how],
         capture_output=True,
@@ -230,7 +230,7 @@ def test_host_memory_is_used_again_only_when_nobody_looks_at_it():
     row_of_first = first[1]
     del first
     third = buffers.take(2)
-    # a row of the first one is still held
+    # A row of the first buffer is still referenced.
     assert third.data_ptr() not in (first_address, second.data_ptr())
     del row_of_first
     assert buffers.take(2).data_ptr() == first_address

@@ -1,4 +1,4 @@
-"""ImageNet's data module: the same images from folders and shards, on any ranks and strategy. Resumed exactly."""
+"""Data module of ImageNet: equal images from folders and shards, for any ranks and strategy, and exact resumes."""
 
 import pickle
 from functools import partial
@@ -69,7 +69,7 @@ def test_views_change_with_epoch_and_seed_and_not_with_ranks_or_threads(root):
 
 
 def by_name(module):
-    """Return label and bytes of each training image, by the name of its file."""
+    """Return label and bytes of each training image by file name."""
     source = module.train_rows.source
     row = torch.zeros(3, 16, 16, dtype=torch.uint8)
     images = {}
@@ -128,7 +128,7 @@ def seen_by_a_fit(ranks, root, **scene):
 
 
 def remembered(trainer, module):
-    """Return (epoch or "val", batch index, pixels, labels) of each batch, and the layouts of images."""
+    """Return (epoch or "val", batch index, pixels, labels) of each batch, and the memory formats of images."""
     batches = []
     for epoch, batch_idx, pixels, labels in module.seen:
         batches.append((epoch, batch_idx, pixels, labels.tolist()))

@@ -1,4 +1,4 @@
-"""Storage of images: folders as people have them, and shards whose index is verified."""
+"""Storage of images in folders as users have them, and in shards with a verified index."""
 
 import os
 import pickle
@@ -42,7 +42,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def test_an_index_is_never_unpickled(folder):
-    """A pickle can run any program. Numpy writes one for arrays of objects."""
+    """A pickle can run any program, and NumPy writes one for arrays of objects."""
     index = ShardIndex.load(folder / INDEX_NAME)
     replace(index, names=np.array([b"a", 3, None], dtype=object)).save(folder / INDEX_NAME)
     with pytest.raises(ValueError, match=r"is damaged: Object arrays cannot be loaded"):
@@ -109,7 +109,7 @@ def test_each_shard_is_opened_once_and_closed_with_the_images(folder):
 
 @needs_proc
 def test_a_copy_opens_its_own_files_and_nobody_closes_anothers(folder):
-    """A copy in this process, and what a forked process inherits: entries that another process made."""
+    """This covers a copy in this process, and a forked process that inherits entries of another process."""
     images = ShardedImages(folder)
     images.read(0)
     copy = pickle.loads(pickle.dumps(images))
@@ -122,7 +122,7 @@ def test_a_copy_opens_its_own_files_and_nobody_closes_anothers(folder):
     assert images.read(0) == image_of(number_of(images, 0))
     assert len(images._files) == 2
     del images
-    os.close(descriptor)  # still open: this raises if it is not
+    os.close(descriptor)  # raises if it is already closed
 
 
 @pytest.fixture

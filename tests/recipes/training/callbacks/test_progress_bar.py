@@ -1,4 +1,4 @@
-"""The progress bar: what it shows, when it reads, which bar it is."""
+"""Progress bar: displayed values, the steps at which it reads metrics, and the choice of the bar."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ from tests.callbacks.support import TWO_STEPS, Module, counting, fit
 
 
 class Says(Module):
-    """A metric of the user's own for the bar."""
+    """Module with a user's own metric for the bar."""
 
     def training_step(self, batch, batch_idx):
         self.log("own", 0.123456, prog_bar=True)
@@ -47,7 +47,7 @@ def shown(has_rich):
 
 @pytest.mark.parametrize("has_rich", [True, False], ids=["rich", "plain"])
 def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_rich):
-    """Logged every second step. 32 images per second of which 50 ms of each step wait for others."""
+    """Every second step is logged, with 32 images per second and 50 ms per step of waiting for others."""
     pytest.importorskip("rich" if has_rich else "tqdm")
     rank_0, _ = two_ranks.run(shown, has_rich)
     values, steps_read = rank_0
@@ -61,7 +61,7 @@ def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_r
     assert last["img/s"] == "32"
     assert last["own"] == "0.1235"
     assert has_rich or last["comm ms"] == "50"
-    # nothing new between logged steps
+    # Nothing new between logged steps.
     assert values[2] == {**values[1], "loss": values[2]["loss"]}
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of a step."""
+"""Seeds of the random numbers in each step."""
 
 import random
 
@@ -15,7 +15,7 @@ def draw(*_):
 
 
 def draw_before(num):
-    """So many numbers were drawn before a run."""
+    """Draw the given number of random numbers before a run."""
     return [draw() for _ in range(num)] and None
 
 
@@ -30,7 +30,7 @@ def drawn(ranks, seed=0, num_before=0):
 
 
 def test_all_generators_are_seeded_wherever_a_run_draws(two_ranks):
-    """The sanity check, 2 epochs of a start, 4 batches and a validation: each draws its own, whatever was before."""
+    """The sanity check, 2 epoch starts, 8 batches and 2 validations draw different numbers, independent of history."""
     rank_0, rank_1 = drawn(two_ranks)
     assert len(rank_0) == 13
     for generator in range(3):

@@ -1,4 +1,4 @@
-"""A network begins with the weights of another: all of it, or block by block where that one was shallower."""
+"""Start from the weights of another network, completely or block by block if that network was shallower."""
 
 import re
 
@@ -14,9 +14,8 @@ from tests.toy import weights
 
 START = "callbacks=[default,start_from] callbacks.start_from.path="
 SMALL = "model=alexnet_bn model.width=0.0625 trainer.max_steps=1 trainer.devices=1 trainer.limit_val_batches=0"
-AT_ONCE = (
-    "strategy.checkpoint_io.in_background=false"  # a checkpoint is read as soon as it is written
-)
+# A checkpoint is read as soon as it is written.
+AT_ONCE = "strategy.checkpoint_io.in_background=false"
 
 
 def first_weights(trainer, module):
@@ -24,7 +23,7 @@ def first_weights(trainer, module):
 
 
 def begun(*overrides, ckpt_path=None, save_to=None):
-    """Train one step and return the weights before it and after it."""
+    """Train one step and return the weights before and after it."""
     words = [*QUIET, *NO_FILES, *SMALL.split(), AT_ONCE, "trainer.accelerator=cpu", *overrides]
     trainer, module, data = build(composed("train", *words))
     looks = at(on_train_start=first_weights)
@@ -74,7 +73,7 @@ def test_blocks_of_bert_of_3_layers_go_round_in_one_of_12():
 
 
 def test_resnet_50_takes_what_has_the_shape_of_resnet_18():
-    """A bottleneck takes the 3x3 convolution and the statistics of its width. Its 1x1 convolutions are drawn."""
+    """A bottleneck gets the 3x3 convolution and the statistics of its width. Its 1x1 convolutions are initialised."""
     deep = ResNet(depth=50, num_classes=10).state_dict()
     shallow = ResNet(depth=18, num_classes=10).state_dict()
     sources = sources_of(deep, shallow)

@@ -1,4 +1,4 @@
-"""Checkpoints of steps are not written where a resumed run would leave out a validation."""
+"""Step checkpoints, which are not written where a resumed run would miss a validation."""
 
 import lightning.pytorch as pl
 import pytest
@@ -50,7 +50,7 @@ def test_a_checkpoint_gives_way_to_validation_and_end_of_epoch(one_rank, tmp_pat
 
 
 class Ends(pl.Callback):
-    """Callback that counts finished epochs, in the checkpoint too."""
+    """Callback that counts finished epochs, also in the checkpoint."""
 
     num_ended = 0
 
@@ -62,7 +62,7 @@ class Ends(pl.Callback):
 
 
 def test_the_checkpoint_of_the_last_step_of_an_epoch_knows_that_it_has_ended(one_rank, tmp_path):
-    """Lightning's own callback writes it before: a resumed run leaves the end of that epoch out."""
+    """Lightning's own callback saves before the end of the epoch, which a resumed run would then skip."""
     saves = saving(tmp_path, every_n_train_steps=4, save_last=True)
     fit(one_rank, callbacks=[Ends(), saves], enable_checkpointing=True)
     checkpoints = {}
@@ -86,7 +86,7 @@ def step(trainer, module):
 
 @pytest.mark.filterwarnings("ignore:You're resuming", "ignore:Checkpoint directory")
 def test_a_run_that_broke_in_validation_validates_when_it_goes_on(one_rank, tmp_path):
-    """Lightning's own callback writes step 8 before the validation, and the resumed run never makes it."""
+    """Lightning's own callback saves step 8 before the validation, which the resumed run would never make."""
     options = {"val": toy.loader, "enable_checkpointing": True, "num_sanity_val_steps": 0}
     for look in (gone, step):
         newest = max(map(str, tmp_path.glob("*.ckpt")), default=None)

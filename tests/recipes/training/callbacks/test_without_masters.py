@@ -1,4 +1,4 @@
-"""Without fp32 masters, weights and momentum are numbers that fp16 holds. With them they are not."""
+"""Training without fp32 master weights, in which weights and momentum are fp16 numbers, unlike with them."""
 
 import pytest
 import torch
