@@ -7,6 +7,7 @@ so its buckets would differ from those of the other ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,25 +23,31 @@ class FlatBucket:
         self._index = index
         self._parameters = list(parameters)
         self._is_last = is_last
+        self._views: list[Tensor] = []
         reals = [_real(parameter) for parameter in parameters]
-        self._flat = reals[0].new_empty(sum(parameter.numel() for parameter in reals))
-        parts = self._flat.split([parameter.numel() for parameter in reals])
-        self._views = [
-            part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-            for part, parameter in zip(parts, reals, strict=True)
-        ]
+        numels = [real.numel() for real in reals]
+        self._flat = reals[0].new_empty(sum(numels))
+        parts = self._flat.split(numels)
+        for part, real in zip(parts, reals, strict=True):
+            offset = part.storage_offset()
+            view = part.as_strided(real.shape, real.stride(), offset)
+            self._views.append(view)
 
     def fill(self) -> None:
         """Copy the parameters' gradients into the flat tensor."""
-        torch._foreach_copy_(
-            self._views, [_real(_gradient_of(parameter)) for parameter in self._parameters]
-        )
+        _copy(self._own_gradients(), to=self._views)
 
     def give_back(self) -> None:
         """Copy the flat tensor back into the parameters' gradients."""
-        torch._foreach_copy_(
-            [_real(_gradient_of(parameter)) for parameter in self._parameters], self._views
-        )
+        _copy(self._views, to=self._own_gradients())
+
+    def _own_gradients(self) -> list[Tensor]:
+        gradients = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            assert gradient is not None  # DDP, without unused parameters, has waited for it
+            gradients.append(_real(gradient))
+        return gradients
 
     def buffer(self) -> Tensor:
         """Return the flat tensor of all gradients."""
@@ -78,12 +85,14 @@ class BufferCopy:
 
     def take(self) -> None:
         """Copy the module's buffers into the flat tensor."""
-        if buffers := self._present():
+        buffers = self._present()
+        if buffers:
             _copy(buffers, to=self._views)
 
     def put_back(self) -> None:
         """Copy the flat tensor back into the module's buffers."""
-        if buffers := self._present():
+        buffers = self._present()
+        if buffers:
             _copy(self._views, to=buffers)
 
     def share(self, broadcast: Callable[[Tensor], None], *, is_source: bool) -> None:
@@ -91,28 +100,41 @@ class BufferCopy:
 
         Collective if the module has buffers: every rank must call it, in the same order.
         """
-        if buffers := self._present():
-            if is_source:
-                _copy(buffers, to=self._views)
-            broadcast(self.flat)
-            if not is_source:
-                _copy(self._views, to=buffers)
+        buffers = self._present()
+        if not buffers:
+            return
+        if is_source:
+            _copy(buffers, to=self._views)
+        broadcast(self.flat)
+        if not is_source:
+            _copy(self._views, to=buffers)
 
     def _present(self) -> list[Tensor]:
-        present = [
-            buffer for some in self._owners for buffer in some.values() if buffer is not None
-        ]
-        if (layout := [(buffer.shape, buffer.dtype) for buffer in present]) != self._layout:
+        """Return the module's buffers, for which the flat tensor has the right layout."""
+        buffers = []
+        for owner in self._owners:
+            for buffer in owner.values():
+                if buffer is not None:
+                    buffers.append(buffer)
+        layout = [(buffer.shape, buffer.dtype) for buffer in buffers]
+        if layout != self._layout:
             self._layout = layout
-            sizes = [-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in present]
-            self.flat = torch.zeros(
-                sum(sizes), dtype=torch.uint8, device=present[0].device if present else None
-            )
-            self._views = [
-                part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape)
-                for part, buffer in zip(self.flat.split(sizes), present, strict=True)
-            ]
-        return present
+            self._allocate(buffers)
+        return buffers
+
+    def _allocate(self, buffers: list[Tensor]) -> None:
+        sizes = []
+        for buffer in buffers:
+            num_units = math.ceil(buffer.nbytes / _ALIGNMENT)
+            sizes.append(num_units * _ALIGNMENT)
+        device = None
+        if buffers:
+            device = buffers[0].device
+        self.flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._views = []
+        for part, buffer in zip(self.flat.split(sizes), buffers, strict=True):
+            view = part[: buffer.nbytes].view(buffer.dtype)
+            self._views.append(view.view(buffer.shape))
 
 
 @torch.no_grad()
@@ -126,28 +148,27 @@ def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     A larger parameter has its own bucket.
     """
     groups: list[list[nn.Parameter]] = []
-    open_ones: dict[torch.dtype, int] = {}  # index of the group that may still grow, by dtype
+    growing: dict[torch.dtype, list[nn.Parameter]] = {}  # the group that may still grow, by dtype
     for parameter in reversed(parameters):
-        group_index = open_ones.get(parameter.dtype)
-        if (
-            group_index is None
-            or sum(member.nbytes for member in groups[group_index]) + parameter.nbytes
-            > bucket_bytes
-        ):
-            group_index = open_ones[parameter.dtype] = len(groups)
-            groups.append([])
-        groups[group_index].append(parameter)
+        group = growing.get(parameter.dtype)
+        if group is None or _num_bytes(group) + parameter.nbytes > bucket_bytes:
+            group = []
+            groups.append(group)
+            growing[parameter.dtype] = group
+        group.append(parameter)
+
+    last_index = len(groups) - 1
     return [
-        FlatBucket(index, group, is_last=index == len(groups) - 1)
-        for index, group in enumerate(groups)
+        FlatBucket(index, group, is_last=index == last_index) for index, group in enumerate(groups)
     ]
+
+
+def _num_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _real(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None  # DDP, without unused parameters, has waited for it
-    return parameter.grad
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor

@@ -275,9 +275,11 @@ class StepLogs:
         for part, (owner, name, before, change, divisor) in zip(parts, added, strict=True):
             is_of_step = name == "_forward_cache"
             total = (part / divisor).view_as(change).to(change.dtype)
-            setattr(
-                owner, name, before + total if is_of_step or is_first_of_host else before.clone()
-            )
+            if is_of_step or is_first_of_host:
+                value = before + total
+            else:
+                value = before.clone()
+            setattr(owner, name, value)
 
 
 def _is_shared(one: Any) -> bool:
@@ -296,5 +298,6 @@ def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any
 
 
 def _copy(state: Any) -> Any:
-    # A list to which the metric appends.
-    return state.clone() if isinstance(state, Tensor) else list(state)
+    if isinstance(state, Tensor):
+        return state.clone()
+    return list(state)  # a list to which the metric appends

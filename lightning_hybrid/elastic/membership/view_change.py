@@ -57,7 +57,8 @@ class ViewChange:
         # Completed steps of the ranks of each host that waits for a view.
         self.lobby: dict[str, list[int]] = {}
         self.left_out: list[str] = []  # hosts excluded by this host; they can return with a new key
-        self.is_over = self.has_had_view = False
+        self.is_over = False
+        self.has_had_view = False
         self.has_ended = True  # whether the current view has ended, or there is none
         self._clear()
 
@@ -159,13 +160,17 @@ class ViewChange:
         elif kind in ("ready", "propose") and self._concerns(sender, message):
             self._merge(message)
             if message["number"] == self.number and not self.is_over:
-                (self.readies if kind == "ready" else self.offers)[sender] = message
-                if kind == "ready" and not self.has_ended:
-                    self.end_view(f"host {name_of(sender)} has ended it")
+                if kind == "propose":
+                    self.offers[sender] = message
+                else:
+                    self.readies[sender] = message
+                    if not self.has_ended:
+                        self.end_view(f"host {name_of(sender)} has ended it")
         elif kind == "accept" and self.proposal and message["number"] == self.proposal["to"]:
             self.accepts = sorted({*self.accepts, sender})
         elif kind == "install" and message["number"] > self.number:
-            if self.accepted and self.accepted["to"] == message["number"] == self.promised:
+            is_accepted = bool(self.accepted) and self.accepted["to"] == message["number"]
+            if is_accepted and self.promised == message["number"]:
                 self._install(self.accepted)
             else:  # this host has accepted a later proposal in the meantime
                 self._learn(message["number"], message["hosts"])
@@ -175,8 +180,11 @@ class ViewChange:
 
     def candidates(self) -> list[str]:
         """Return the hosts that may be in the current membership view, in the order in which they joined."""
-        later = (host for key in sorted(self.attempts) for host in self.attempts[key])
-        return list(dict.fromkeys([*self.hosts, *later, self.me]))
+        hosts = list(self.hosts)
+        for key in sorted(self.attempts):
+            hosts.extend(self.attempts[key])
+        hosts.append(self.me)
+        return list(dict.fromkeys(hosts))
 
     def living(self) -> list[str]:
         """Return the hosts that may be in the current membership view and are not known to be lost."""
@@ -195,10 +203,11 @@ class ViewChange:
 
     def _concerns(self, sender: str, message: Message) -> bool:
         """Return whether the sender of a message belongs to the run, according to both hosts."""
-        if sender in self.candidates() or any(
-            self.me in hosts and sender in hosts and number > self.number
-            for number, _, hosts in message["attempts"]
-        ):
+        is_known = sender in self.candidates()
+        for number, _, hosts in message["attempts"]:
+            if number > self.number and self.me in hosts and sender in hosts:
+                is_known = True
+        if is_known:
             self.run = self.run or message["run"]
             return True
         if message["number"] < self.number and self.has_had_view:
@@ -228,45 +237,53 @@ class ViewChange:
             self.readies = {}  # they belong to an earlier change
 
     def _ready(self) -> Message:
-        joins = bool(self.hosts) and not self.has_had_view  # its state is not that of this run
-        committed = [
-            -1 if joins else self.committed[local] for local in range(self._ranks_per_host)
-        ]
-        lost = {
-            host: self.lost[host] for host in sorted({*self.lost}.intersection(self.candidates()))
-        }
+        committed = [self.committed[local] for local in range(self._ranks_per_host)]
+        if self.hosts and not self.has_had_view:
+            # This host joins, so its state is not the state of the run.
+            committed = [-1] * self._ranks_per_host
+        candidates = self.candidates()
+        lost = {}
+        for host in sorted(self.lost):
+            if host in candidates:
+                lost[host] = self.lost[host]
         return {"kind": "ready", **self._state(), "lost": lost, "committed": committed}
 
     def _state(self) -> Message:
         attempts = [[*key, self.attempts[key]] for key in sorted(self.attempts)]
-        return {"run": self.run, "number": self.number, "hosts": self.hosts, "attempts": attempts}
+        return {
+            "run": self.run,
+            "number": self.number,
+            "hosts": self.hosts,
+            "attempts": attempts,
+        }
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         if self.is_over or len(self.committed) < self._ranks_per_host:
             return
-        if not self.run:
-            sender, offer = next(
-                ((a, offer) for a, offer in self.offers.items() if a not in self.lost), ("", {})
-            )
-            if not offer:
-                return
-            self.run = offer["run"]
-            self._merge(
-                {**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]}
-            )
+        if not self.run and not self._enter_offered_run():
+            return
         before = self.readies.get(self.me)
         ready = self._ready()
         self.readies[self.me] = ready
         if before is None or before["lost"] != ready["lost"]:
-            self._send(
-                [host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready
-            )
+            reachable = [host for host in self.candidates() if self.lost.get(host) not in FOR_SURE]
+            self._send(reachable, **ready)
         if not self.is_head():
             self._accept(self.head())
         elif all(host in self.readies for host in self.living()):
             self._propose()
+
+    def _enter_offered_run(self) -> bool:
+        """Enter the run of the first host that has offered a view, and return False if there is none."""
+        for sender, offer in self.offers.items():
+            if sender not in self.lost:
+                self.run = offer["run"]
+                attempt = [offer["to"], sender, offer["next"]]
+                self._merge({**offer, "attempts": [*offer["attempts"], attempt]})
+                return True
+        return False
 
     def _accept(self, head: str) -> None:
         offer = self.offers.pop(head, None)
@@ -274,8 +291,9 @@ class ViewChange:
             return
         is_late = offer["to"] <= max(self.promised, self.number) or offer["number"] < self.number
         # Attempts that the proposer made itself and left out are void. It must know all attempts of other hosts.
-        heard = {(number, proposer) for number, proposer, _ in offer["attempts"]}
-        heard |= {key for key in self.attempts if key[1] == head}
+        heard = {key for key in self.attempts if key[1] == head}
+        for number, proposer, _ in offer["attempts"]:
+            heard.add((number, proposer))
         if is_late or not heard.issuperset(self.attempts) or set(offer["next"]) & set(self.lost):
             self._send([head], **self._ready())  # this informs the head what to propose
             return
@@ -292,7 +310,9 @@ class ViewChange:
         self._advance()
 
     def _propose(self) -> None:
-        lost = {host: ready["lost"] for host, ready in self.readies.items()}
+        lost = {}
+        for host, ready in self.readies.items():
+            lost[host] = ready["lost"]
         kept = who_hear_each_other([], self.living(), lost)
         if not self._may_continue(kept):
             return
@@ -334,7 +354,9 @@ class ViewChange:
         """Propose the next view to its hosts, with a new number."""
         self.top += 1
         self.promised = self.top
-        steps = {host: self.readies[host]["committed"] for host in kept}
+        steps = {}
+        for host in kept:
+            steps[host] = self.readies[host]["committed"]
         for host in joining:
             # At the first meeting, every host has the state. Later, a host that joins does not have it.
             if self.hosts:
@@ -370,18 +392,16 @@ class ViewChange:
         self._clear()
         self._learn(proposal["to"], proposal["next"])
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
-        self.lobby = {
-            host: steps
-            for host, steps in self.lobby.items()
-            if host not in self.hosts + self.left_out
-        }
+        for host in self.hosts + self.left_out:
+            self.lobby.pop(host, None)
         self.has_ended = False
         self.has_had_view = True
         self.out.append(("view", proposal))
         # If there are attempts, other hosts have already seen a loss.
         if self.lost or self.attempts:
-            went = [f"{name_of(host)} went" for host in self.lost] or ["a host went"]
-            self.end_view(" and ".join(went) + " meanwhile")
+            lost_hosts = [f"{name_of(host)} went" for host in self.lost]
+            reason = " and ".join(lost_hosts) or "a host went"
+            self.end_view(f"{reason} meanwhile")
         self._admit()
 
     def _admissible(self, hosts: Iterable[str]) -> list[str]:
@@ -413,4 +433,6 @@ class ViewChange:
 
     def _send(self, to: list[str], /, **message: Any) -> None:
         message.setdefault("run", self.run)
-        self.out += [("send", host, message) for host in to if host != self.me]
+        for host in to:
+            if host != self.me:
+                self.out.append(("send", host, message))

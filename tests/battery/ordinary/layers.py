@@ -69,7 +69,6 @@ def sequence(*layers):
     return {"net": lambda: nn.Sequential(*(layer() for layer in layers))}
 
 
-# Fmt: skip.
 CONVOLUTIONS = sequence(
     lambda: nn.Unflatten(1, (1, NUM_FEATURES)),
     lambda: nn.Conv1d(1, 8, 3, padding=1),
@@ -85,7 +84,6 @@ CONVOLUTIONS = sequence(
     nn.Flatten,
     head(16),
 )
-# Fmt: skip.
 NORMS = sequence(
     lambda: nn.BatchNorm1d(NUM_FEATURES),
     lambda: nn.Linear(NUM_FEATURES, 16),

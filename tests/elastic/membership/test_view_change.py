@@ -156,13 +156,13 @@ MUTANTS = {
         "a host joins two, one is cut off",
     ),
     "counts the steps of a host that joins": (
-        "-1 if joins else self.committed[local]",
-        "self.committed[local]",
+        "committed = [-1] * self._ranks_per_host",
+        "committed = list(committed)",
         "a host joins two with more steps than the run has, any may die",
     ),
     "goes on without a host that has the state": (
-        "if all(step < 0 for host in kept",
-        "if False and all(step < 0 for host in kept",
+        "has_state = any(step >= 0",
+        "has_state = True or any(step >= 0",
         "a host joins one, any may die",
     ),
     "does not tell who is left out": (
