@@ -14,20 +14,25 @@ if __name__ == "__main__":
     )
     fabric.launch()
     fabric.seed_everything(0)
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
+    digits = load_digits()
+    images = torch.tensor(digits.data).float() / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(images, labels)
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=64, shuffle=True))
+
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-    model, optimizer = fabric.setup(
-        net, LARS(param_groups(net, weight_decay=1e-4), lr=2.0, momentum=0.9)
-    )
+    groups = param_groups(net, weight_decay=1e-4)
+    optimizer = LARS(groups, lr=2.0, momentum=0.9)
+    model, optimizer = fabric.setup(net, optimizer)
     for epoch in range(5):
         loader.sampler.set_epoch(epoch)
-        for image, label in loader:
-            loss = torch.nn.functional.cross_entropy(model(image), label)
+        for images, labels in loader:
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             fabric.backward(loss)
             optimizer.step()  # skipped on all ranks if a gradient contains inf or nan
-        fabric.print(f"epoch {epoch}: loss {fabric.all_reduce(loss.detach()).item():.3f}")
-    # includes fp32 master weights and the loss scale
+        mean_loss = fabric.all_reduce(loss.detach()).item()
+        fabric.print(f"epoch {epoch}: loss {mean_loss:.3f}")
+
+    # The file includes the fp32 master weights and the loss scale.
     fabric.save("own_loop.ckpt", {"model": model, "optimizer": optimizer})

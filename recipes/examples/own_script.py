@@ -25,31 +25,35 @@ class Classifier(pl.LightningModule):
         self.accuracy = MulticlassAccuracy(10)
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
+        images, labels = batch
+        logits = self.net(images)
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
         self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.accuracy(self.net(batch[0]), batch[1])
+        images, labels = batch
+        self.accuracy(self.net(images), labels)
         self.log("val/accuracy", self.accuracy, prog_bar=True)
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        steps = self.trainer.estimated_stepping_batches
-        return [optimizer], [
-            {
-                "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
-                "interval": "step",
-            }
-        ]
+        num_steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 if __name__ == "__main__":
     pl.seed_everything(0)
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
+    digits = load_digits()
+    images = torch.tensor(digits.data).float() / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(images, labels)
     train, val = random_split(data, [0.9, 0.1], torch.Generator().manual_seed(0))
     folder = "own_script"
+    best = ModelCheckpoint(
+        f"{folder}/checkpoints", monitor="val/accuracy", mode="max", save_last=True
+    )
     trainer = pl.Trainer(
         strategy="hybrid_allreduce",  # 2: was "ddp"
         precision="16-true",  # 3: fp16 with fp32 master weights; was "32-true"
@@ -57,19 +61,13 @@ if __name__ == "__main__":
         devices=2,
         max_epochs=6,
         logger=CSVLogger(folder),
-        callbacks=[
-            ModelCheckpoint(
-                f"{folder}/checkpoints", monitor="val/accuracy", mode="max", save_last=True
-            ),
-            LearningRateMonitor(),
-            StopOnSignal(f"{folder}/checkpoints"),
-        ],
+        callbacks=[best, LearningRateMonitor(), StopOnSignal(f"{folder}/checkpoints")],
     )
-    stopped = f"{folder}/checkpoints/stopped.ckpt"
-    trainer.fit(
-        Classifier(),
-        DataLoader(train, batch_size=32, shuffle=True),
-        DataLoader(val, batch_size=64),
-        ckpt_path=stopped if os.path.exists(stopped) else None,
-    )
-    print("accuracy:", f"{trainer.callback_metrics['val/accuracy'].item():.3f}")
+    ckpt_path = f"{folder}/checkpoints/stopped.ckpt"
+    if not os.path.exists(ckpt_path):
+        ckpt_path = None
+    train_loader = DataLoader(train, batch_size=32, shuffle=True)
+    val_loader = DataLoader(val, batch_size=64)
+    trainer.fit(Classifier(), train_loader, val_loader, ckpt_path=ckpt_path)
+    accuracy = trainer.callback_metrics["val/accuracy"].item()
+    print(f"accuracy: {accuracy:.3f}")

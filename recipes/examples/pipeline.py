@@ -11,11 +11,16 @@ from lightning_hybrid import HybridPipelineStrategy
 class Classifier(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(6)]
-        self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), *layers, torch.nn.Linear(256, 10))
+        layers = [torch.nn.Linear(64, 256)]
+        for _ in range(6):
+            layers.append(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()))
+        layers.append(torch.nn.Linear(256, 10))
+        self.net = torch.nn.Sequential(*layers)
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
+        images, labels = batch
+        logits = self.net(images)
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -25,9 +30,11 @@ class Classifier(pl.LightningModule):
 
 if __name__ == "__main__":
     pl.seed_everything(0)
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
-    # 1F1B schedule; the bubble is (2 - 1) / (4 + 2 - 1) of the time
+    digits = load_digits()
+    images = torch.tensor(digits.data).float() / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(images, labels)
+    # With the 1F1B schedule, each rank waits for (2 - 1) / (4 + 2 - 1) of the time.
     strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=4)
     trainer = pl.Trainer(
         strategy=strategy,
@@ -40,4 +47,5 @@ if __name__ == "__main__":
     module = Classifier()
     trainer.fit(module, DataLoader(data, batch_size=64, shuffle=True, drop_last=True))
     if trainer.is_global_zero:
-        print("loss:", f"{trainer.callback_metrics['loss'].item():.3f}")
+        loss = trainer.callback_metrics["loss"].item()
+        print(f"loss: {loss:.3f}")

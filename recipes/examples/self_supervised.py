@@ -15,10 +15,12 @@ from lightning_hybrid.optim import LARS, param_groups
 
 def view(images):
     """Augment images with a random shift of up to one pixel and Gaussian noise."""
-    moved = torch.nn.functional.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
-    row, column = torch.randint(0, 3, (2,)).tolist()
-    moved = moved[:, row : row + 8, column : column + 8].flatten(1)
-    return moved + 0.1 * torch.randn_like(moved)
+    padded = torch.nn.functional.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
+    row = torch.randint(3, ()).item()
+    column = torch.randint(3, ()).item()
+    shifted = padded[:, row : row + 8, column : column + 8]
+    noise = torch.randn_like(shifted)
+    return (shifted + 0.1 * noise).flatten(1)
 
 
 class SimCLR(pl.LightningModule):
@@ -30,42 +32,55 @@ class SimCLR(pl.LightningModule):
         self.projector = torch.nn.Linear(256, 64)
         self.global_batch = GlobalBatch(InfoNCE(temperature=0.2, both_views=True), chunk=125)
 
-    def embed(self, images):  # of one chunk of the batch
-        return self.projector(self.encoder(torch.cat([view(images), view(images)]))).chunk(2)
+    def embed(self, images):
+        """Return the embeddings of two views of each image in a chunk of the batch."""
+        views = torch.cat([view(images), view(images)])
+        features = self.encoder(views)
+        return self.projector(features).chunk(2)
 
     def training_step(self, batch, batch_idx):
-        loss = self.global_batch(self.embed, batch[0])
+        (images,) = batch
+        loss = self.global_batch(self.embed, images)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self):
         # Biases and BatchNorm parameters get no weight decay and no trust ratio, as in the paper.
-        return LARS(param_groups(self, weight_decay=1e-6), lr=1.0, momentum=0.9)
+        groups = param_groups(self, weight_decay=1e-6)
+        return LARS(groups, lr=1.0, momentum=0.9)
 
 
-def neighbours(encoder, images, labels):
+def neighbour_accuracy(encoder, images, labels):
     """Return the accuracy of a nearest-neighbour classifier on the features of an encoder.
 
     The last 297 images are classified by their nearest neighbour among the first 1,500.
     """
+    encoder.eval()
     with torch.no_grad():
-        z = torch.nn.functional.normalize(encoder.eval()(images))
-    return (labels[(z[1500:] @ z[:1500].T).argmax(1)] == labels[1500:]).float().mean().item()
+        features = torch.nn.functional.normalize(encoder(images))
+    similarities = features[1500:] @ features[:1500].T
+    nearest = similarities.argmax(dim=1)
+    is_correct = labels[nearest] == labels[1500:]
+    return is_correct.float().mean().item()
 
 
 if __name__ == "__main__":
     pl.seed_everything(0)
-    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    images = images.float() / 16
-    loader = DataLoader(TensorDataset(images[:1500]), batch_size=250, shuffle=True, drop_last=True)
-    two = {"accelerator": "cpu", "devices": 2}
+    digits = load_digits()
+    images = torch.tensor(digits.data).float() / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(images[:1500])
+    loader = DataLoader(data, batch_size=250, shuffle=True, drop_last=True)
     trainer = pl.Trainer(
-        strategy="hybrid_allreduce", precision="16-true", max_epochs=20, logger=False, **two
+        strategy="hybrid_allreduce",
+        precision="16-true",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=20,
+        logger=False,
     )
     module = SimCLR()
     trainer.fit(module, loader)
     if trainer.is_global_zero:
-        print(
-            "nearest neighbour has the same label:",
-            f"{neighbours(module.encoder, images, labels):.3f}",
-        )
+        accuracy = neighbour_accuracy(module.encoder, images, labels)
+        print(f"nearest neighbour has the same label: {accuracy:.3f}")

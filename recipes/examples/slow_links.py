@@ -19,7 +19,9 @@ class Classifier(pl.LightningModule):
         )
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
+        images, labels = batch
+        logits = self.net(images)
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -27,21 +29,26 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def on_train_end(self):
-        sent = self.trainer.strategy.comm_trace.total()
-        self.print(
-            f"bytes over the link of a node, a step: {sent.bytes_across / self.global_step:,.0f}"
-        )
+        communication = self.trainer.strategy.comm_trace.total()
+        num_bytes = communication.bytes_across / self.global_step
+        self.print(f"bytes over the link of a node, per step: {num_bytes:,.0f}")
 
 
 if __name__ == "__main__":
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
+    digits = load_digits()
+    images = torch.tensor(digits.data).float() / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(images, labels)
     for between_nodes in (Mean(), Mean(dtype="int8", error_feedback=True)):
         pl.seed_everything(0)
         # "fork", because the script calls `fit` twice
         strategy = HybridAllReduceStrategy(between_nodes, ranks_per_node=1, start_method="fork")
-        two = {"accelerator": "cpu", "devices": 2}
         trainer = pl.Trainer(
-            strategy=strategy, precision="16-true", max_epochs=3, logger=False, **two
+            strategy=strategy,
+            precision="16-true",
+            accelerator="cpu",
+            devices=2,
+            max_epochs=3,
+            logger=False,
         )
         trainer.fit(Classifier(), DataLoader(data, batch_size=64, shuffle=True))

@@ -49,7 +49,7 @@ def test_an_example_runs_as_it_stands(name, tmp_path):
     assert re.search(LAST[name], done.stdout)
     if name == "slow_links.py":
         plain, coded = (
-            float(n.replace(",", "")) for n in re.findall(r"a step: ([\d,]+)", done.stdout)
+            float(n.replace(",", "")) for n in re.findall(r"per step: ([\d,]+)", done.stdout)
         )
         assert 1.8 < plain / coded < 2.1
 
