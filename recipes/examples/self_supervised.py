@@ -6,6 +6,8 @@ Each image is compared with the images of all processes, but a process only need
 import lightning.pytorch as pl
 import torch
 from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hybrid  # registers the strategies
@@ -15,7 +17,7 @@ from lightning_hybrid.optim import LARS, param_groups
 
 def view(images):
     """Augment images with a random shift of up to one pixel and Gaussian noise."""
-    padded = torch.nn.functional.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
+    padded = F.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
     row = torch.randint(3, ()).item()
     column = torch.randint(3, ()).item()
     shifted = padded[:, row : row + 8, column : column + 8]
@@ -26,10 +28,8 @@ def view(images):
 class SimCLR(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.encoder = torch.nn.Sequential(
-            torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU()
-        )
-        self.projector = torch.nn.Linear(256, 64)
+        self.encoder = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU())
+        self.projector = nn.Linear(256, 64)
         self.global_batch = GlobalBatch(InfoNCE(temperature=0.2, both_views=True), chunk=125)
 
     def embed(self, images):
@@ -57,7 +57,7 @@ def neighbour_accuracy(encoder, images, labels):
     """
     encoder.eval()
     with torch.no_grad():
-        features = torch.nn.functional.normalize(encoder(images))
+        features = F.normalize(encoder(images))
     similarities = features[1500:] @ features[:1500].T
     nearest = similarities.argmax(dim=1)
     is_correct = labels[nearest] == labels[1500:]

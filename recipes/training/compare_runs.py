@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -149,9 +150,13 @@ def read_run(folder: Path, *, name: str) -> Run:
             f"`runs` (={folder}) must contain the summary of a run, but {FILES[0]} has no "
             "`metrics`. Leave this run out."
         )
-    points = {
-        name: [(int(step), float(value)) for step, value in curve] for name, curve in curves.items()
-    }
+    points: dict[str, list[tuple[int, float]]] = {}
+    for metric_name, curve in curves.items():
+        points[metric_name] = []
+        for step, value in curve:
+            if value is None:  # JSON has neither inf nor nan
+                value = math.nan
+            points[metric_name].append((int(step), float(value)))
     return Run(
         name=name, folder=folder, summary={"config": None, "best": {}} | summary, curves=points
     )

@@ -11,8 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hybrid import HybridAllReduceStrategy, Report
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.callbacks import metrics as m
+from lightning_hybrid.callbacks.run_report import run_page
+from recipes.training import compare_runs
 from tests import toy
-from tests.callbacks.support import counting, fit
+from tests.callbacks.support import Module, counting, fit
 
 COMMUNICATION = {
     "num_steps": 8,
@@ -244,3 +246,50 @@ def whole_and_resumed(path):
     trainer.save_checkpoint(path)
     _, resumed = run(ckpt_path=path)
     return whole, resumed
+
+
+class Diverges(Module):
+    """`Module` whose losses and accuracies are inf or nan in the second epoch, or always."""
+
+    is_always = False
+
+    def validation_step(self, batch, batch_idx):
+        has_diverged = self.is_always or self.current_epoch > 0
+        self.log(m.VAL_LOSS, torch.inf if has_diverged else 1.0, sync_dist=True)
+        self.log(m.VAL_ACC, torch.nan if has_diverged else 0.5, sync_dist=True)
+
+
+class AlwaysNan(Diverges):
+    is_always = True
+
+
+@pytest.mark.parametrize("module", [Diverges, AlwaysNan])
+def test_a_run_that_diverges_has_a_report(one_rank, tmp_path, module):
+    one_rank.run(report_of, str(tmp_path), {"module": module, "precision": "32-true"})
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    curves = json.loads((tmp_path / "curves.json").read_text(), parse_constant=pytest.fail)
+    assert summary["metrics"][m.VAL_ACC] is None
+    assert curves[m.VAL_LOSS][-1][1] is None
+    rows = rows_of((tmp_path / "run.html").read_text())
+    assert rows[m.VAL_LOSS][:2] == ["inf", "" if module is AlwaysNan else "1"]
+    assert rows[m.VAL_ACC][:2] == ["nan", "" if module is AlwaysNan else "0.5"]
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+    [run] = compare_runs.read_runs([tmp_path])
+    compare_runs.panels_of([run, run])
+    compare_runs.marked_metrics([run, run])
+
+
+def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(one_rank, tmp_path):
+    one_rank.run(fit_with_a_broken_page, str(tmp_path))
+    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] > 0
+    assert not (tmp_path / "run.html").exists()
+
+
+def fit_with_a_broken_page(run_dir):
+    def fail(*args):
+        raise ZeroDivisionError("of the page")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_page, "html_of", fail)
+        with pytest.warns(UserWarning, match="failed .ZeroDivisionError: of the page."):
+            fit(callbacks=[RunReport(run_dir)])

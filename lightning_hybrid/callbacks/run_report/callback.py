@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.run_report.curve import Point, append_
+from lightning_hybrid.callbacks.run_report.curve import Point, append_, finite_values
 from lightning_hybrid.callbacks.run_report.environment import environment
 from lightning_hybrid.callbacks.stragglers.callback import StragglerMonitor
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
@@ -221,14 +223,16 @@ class RunReport(Callback):
     def best(self) -> dict[str, float]:
         """Return the largest or smallest value of each metric, depending on which is better.
 
-        Metrics for which neither is better are left out.
+        Metrics for which neither is better are left out, and so are values of inf and nan.
         """
         best = {}
         for name, points in self.curves.items():
             metric = m.metric_of(name)
             if metric is None or metric.best is None:
                 continue
-            values = [value for _, value in points]
+            values = finite_values(points)
+            if not values:
+                continue
             if metric.best == "max":
                 best[name] = max(values)
             else:
@@ -398,10 +402,12 @@ class RunReport(Callback):
         points = self.curves.get(m.VAL_ACC)
         if not points:
             return None
-        best_step, best_value = max(points, key=lambda point: point[1])
-        text = (
-            f"{points[-1][1]:.2%} of the last weights, best {best_value:.2%} after step {best_step}"
-        )
+        last_value = points[-1][1]
+        text = f"{last_value:.2%} of the last weights"
+        finite = [point for point in points if math.isfinite(point[1])]
+        if finite:
+            best_step, best_value = max(finite, key=lambda point: point[1])
+            text += f", best {best_value:.2%} after step {best_step}"
 
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "monitor", None) == m.VAL_ACC:
@@ -417,23 +423,52 @@ class RunReport(Callback):
     def _write(self, trainer: pl.Trainer) -> None:
         if _is_dry(trainer):
             return
-        # Imported here because matplotlib is an optional dependency.
-        from lightning_hybrid.callbacks.run_report import figure, run_page
-
         summary = self.summary(trainer)
-        panels = run_page.panels_of(self.curves, self.communication())
+        summary_text = json.dumps(_without_nan(summary), indent=2, default=str)
+        curves_text = json.dumps(_without_nan(self.curves))
         contents = {
-            "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
-            "curves.json": json.dumps(self.curves).encode() + b"\n",
+            "summary.json": f"{summary_text}\n".encode(),
+            "curves.json": f"{curves_text}\n".encode(),
         }
-        if panels:
-            contents["run.png"] = figure.png_of(figure.figure_of(panels, columns=3))
-        page = run_page.html_of(summary, panels, self.findings(trainer))
-        contents["run.html"] = page.encode()
+        try:
+            contents |= self._pages(trainer, summary)
+        except Exception as error:  # a report that cannot be drawn must not fail the run
+            rank_zero_warn(
+                f"run.html and run.png were not written, because drawing them failed "
+                f"({type(error).__name__}: {error}). The run continues without them."
+            )
 
         folder = self._folder(trainer)
         for name, content in contents.items():
             _write_file(folder / name, content)
+
+    def _pages(self, trainer: pl.Trainer, summary: dict[str, Any]) -> dict[str, bytes]:
+        """Return the contents of the HTML page and of the picture, by file name."""
+        # Imported here because matplotlib is an optional dependency.
+        from lightning_hybrid.callbacks.run_report import figure, run_page
+
+        pages = {}
+        panels = run_page.panels_of(self.curves, self.communication())
+        if panels:
+            pages["run.png"] = figure.png_of(figure.figure_of(panels, columns=3))
+        page = run_page.html_of(summary, panels, self.findings(trainer))
+        pages["run.html"] = page.encode()
+        return pages
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace inf and nan by None in nested lists and dictionaries, because JSON does not have them.
+
+    >>> _without_nan({"a": [(1, float("nan")), (2, 0.5)]})
+    {'a': [[1, None], [2, 0.5]]}
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 MAX_POINTS = 2000
@@ -30,6 +31,15 @@ def append_(curve: list[Point], step: int, value: float) -> None:
     curve.append((step, value))
 
 
+def finite_values(curve: Sequence[Point]) -> list[float]:
+    """Return the values of a curve that are neither inf nor nan.
+
+    >>> finite_values([(1, 0.5), (2, float("nan")), (3, float("inf"))])
+    [0.5]
+    """
+    return [value for _, value in curve if math.isfinite(value)]
+
+
 def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     """Return at most `num_points` points of a curve, spread evenly over the steps.
 
@@ -41,7 +51,10 @@ def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     values = [value for _, value in curve]
     # The selection depends only on the points, so that a resumed run has the same curve as an
     # uninterrupted run.
-    extremes = {0, values.index(min(values)), values.index(max(values))}
+    extremes = {0}
+    finite = finite_values(curve)
+    if finite:
+        extremes |= {values.index(min(finite)), values.index(max(finite))}
     first = curve[0][0]
     last = curve[-1][0]
     num_intervals = num_points - len(extremes)

@@ -8,6 +8,7 @@ readers can distinguish. They are darkened until they are readable as text.
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -136,6 +137,8 @@ def in_units(axes: Axes, *, x: str | None = None, y: str | None = None) -> None:
 
 
 def _format_tick(unit: str, value: float, position: int) -> str:
+    if not math.isfinite(value):
+        return str(value)
     is_pure_number = unit in ("", "%", "x")
     if is_pure_number and abs(value) < 1e6:
         return f"{value:,g} {unit}".rstrip()

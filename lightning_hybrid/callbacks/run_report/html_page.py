@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def format_value(value: Any, unit: str | None = None) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if not math.isfinite(value):
         return str(value)
     if unit is None:
         return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import html_page
+from lightning_hybrid.callbacks.run_report.curve import finite_values
 from lightning_hybrid.callbacks.run_report.figure import FAINT, SERIES, Panel, in_units
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
@@ -25,8 +27,13 @@ If there are more buckets, those with the longest exposed times are shown.
 """
 
 
-def _last(values: Sequence[float]) -> float:
-    return values[-1]
+def _last(curve: Points) -> float:
+    return curve[-1][1]
+
+
+def _largest(curve: Points) -> float:
+    """Return the largest finite value of a curve, or nan if there is none."""
+    return max(finite_values(curve), default=math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +43,7 @@ class CurvePanel:
     Attributes:
         title: Title, as a format string for the statistic.
         metrics: Labels of the metrics, by name. The label `_` is not shown.
-        statistic: Function that computes the number in the title from the values of the first
+        statistic: Function that computes the number in the title from the curve of the first
             metric that was measured.
         unit: Unit of the y-axis.
         factor: Factor that converts the logged values to `unit`.
@@ -45,7 +52,7 @@ class CurvePanel:
 
     title: str
     metrics: Mapping[str, str]
-    statistic: Callable[[Sequence[float]], float] = _last
+    statistic: Callable[[Points], float] = _last
     unit: str = ""
     factor: float = 1.0
     log_base: int = 0
@@ -59,14 +66,14 @@ CURVE_PANELS = (
     CurvePanel(
         title="Accuracy: {:.2%} at best",
         metrics={m.VAL_ACC: "validation", m.TEST_ACC: "test"},
-        statistic=max,
+        statistic=_largest,
         unit="%",
         factor=100.0,
     ),
     CurvePanel(
         title="Learning rate: {:.3g} at most",
         metrics={m.TRAIN_LR: "_"},
-        statistic=max,
+        statistic=_largest,
     ),
     CurvePanel(
         title="Loss scale: {:,.0f} at the end",
@@ -82,7 +89,7 @@ CURVE_PANELS = (
     CurvePanel(
         title="Waiting for the slowest rank: {:.1%} of a step at most",
         metrics={m.STRAGGLER_COST_SHARE: "for a rank", m.STRAGGLER_WAIT_SHARE: "for the network"},
-        statistic=max,
+        statistic=_largest,
         unit="%",
         factor=100.0,
     ),
@@ -104,7 +111,7 @@ def panels_of(curves: Curves, comm: CommSummary | None) -> list[Panel]:
                 lines[label] = curves[name]
         if lines:
             first_line = next(iter(lines.values()))
-            number = curve_panel.statistic([value for _, value in first_line])
+            number = curve_panel.statistic(first_line)
             title = curve_panel.title.format(number)
             panels.append((partial(_draw_curves, curve_panel, title, lines), 220))
 
@@ -120,7 +127,8 @@ def _draw_curves(panel: CurvePanel, title: str, lines: Curves, axes: Axes) -> No
     axes.set_xlabel("step")
     for label, points in lines.items():
         steps = tuple(step for step, _ in points)
-        values = [panel.factor * value for _, value in points]
+        # A curve has a gap where its value is inf or nan.
+        values = [panel.factor * value if math.isfinite(value) else math.nan for _, value in points]
         marker = "o" if len(steps) < 40 else ""
         axes.plot(steps, values, marker=marker, label=label)
     if panel.log_base:
