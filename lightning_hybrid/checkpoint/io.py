@@ -107,7 +107,7 @@ class DurableCheckpointIOMixin(_Base):
             return
         if not self.in_background:
             try:
-                self._write(checkpoint, Path(path))
+                self._write(checkpoint, _local_path(path))
             except CheckpointWriteError as error:
                 self._raise(error)
             return
@@ -123,7 +123,7 @@ class DurableCheckpointIOMixin(_Base):
         else:
             copies = HostCopies()
         copied_checkpoint = copies.take(checkpoint)
-        self._thread.put(partial(self._write_copy, copies, copied_checkpoint, Path(path)))
+        self._thread.put(partial(self._write_copy, copies, copied_checkpoint, _local_path(path)))
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
@@ -140,11 +140,12 @@ class DurableCheckpointIOMixin(_Base):
             return super().load_checkpoint(path, map_location, weights_only)
 
         self._wait()
-        if not Path(path).is_file():
-            raise FileNotFoundError(not_found(Path(path)))
-        if not check_whole(Path(path)):
+        file = _local_path(path)
+        if not file.is_file():
+            raise FileNotFoundError(not_found(file))
+        if not check_whole(file):
             rank_zero_info(f"{path} has no checksum, so it cannot be verified before it is loaded.")
-        return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
+        return load_unchecked(file, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint after all pending writes, unless the last write failed."""
@@ -154,9 +155,9 @@ class DurableCheckpointIOMixin(_Base):
             # Lightning removes the old checkpoint right after it saves the new one. The removal is queued behind this
             # save and runs only if the save succeeded, because otherwise the old checkpoint is the only one. A removal
             # holds no memory, so it does not wait for a slot.
-            self._thread.put(partial(remove_checkpoint, Path(path)), needs_success=True)
+            self._thread.put(partial(remove_checkpoint, _local_path(path)), needs_success=True)
         else:
-            remove_checkpoint(Path(path))
+            remove_checkpoint(_local_path(path))
 
     def teardown(self) -> None:
         """Wait until all pending checkpoints are written, and free the host memory for copies.
@@ -218,6 +219,14 @@ class DurableCheckpointIOMixin(_Base):
 
 def _is_local(path: Any) -> bool:
     return bool(lightning_function("fabric.utilities.cloud_io._is_local_file_protocol")(path))
+
+
+def _local_path(path: Any) -> Path:
+    """Convert a local path to a `Path`, without the prefix `file://` and with `~` expanded, like Lightning."""
+    text = str(path)
+    for prefix in ("file://", "local://"):
+        text = text.removeprefix(prefix)
+    return Path(text).expanduser()
 
 
 def _warn_of_objects(path: Path) -> None:

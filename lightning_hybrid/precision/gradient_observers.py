@@ -59,12 +59,14 @@ def _observes(callback: object, trainer: Any) -> bool:
     if any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for hook in _CALLBACK_HOOKS):
         return True
     # Callbacks of this package declare whether they read gradients now, for example at logged steps. Callbacks of
-    # Lightning, such as progress bars, use `on_train_batch_end` and do not read gradients there.
+    # Lightning, such as progress bars, use `on_train_batch_end` and do not read gradients there, except
+    # `LambdaCallback`, which calls a function of the user.
     reads_gradients: Callable[[Any], bool] | None = getattr(callback, "reads_gradients", None)
     library = type(callback).__module__.partition(".")[0]
     if library == "lightning_hybrid" and reads_gradients is not None:
         return reads_gradients(trainer)
-    return library not in _LIBRARIES and is_overridden(
+    runs_user_code = library not in _LIBRARIES or type(callback).__name__ == "LambdaCallback"
+    return runs_user_code and is_overridden(
         "on_train_batch_end", callback, "pytorch.callbacks.Callback"
     )
 

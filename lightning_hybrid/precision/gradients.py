@@ -29,13 +29,15 @@ class GradientRecord:
     """Metadata of a gradient computed by the precision plugin, stored as an attribute of the tensor.
 
     Args:
-        found_inf: Tensor that is above 0 if this gradient, or another one checked with it, is inf or nan. None:
-            unknown.
+        found_inf: Tensor that is above 0 if this gradient, or another one checked with it, is inf or nan, or None if
+            this is unknown.
+        version: torch's version counter of the gradient, which counts writes, when it was checked.
         is_local: Whether the gradient was not averaged over ranks, because its backward ran under `no_sync`.
     """
 
     found_inf: Tensor | None
     is_local: bool
+    version: int = 0
 
 
 def record_of(gradient: Tensor) -> GradientRecord | None:
@@ -89,6 +91,8 @@ class BackwardGradients:
     def __init__(self, window: HalfPrecisionWindow) -> None:
         self._window = window
         self._aside: dict[int, Tensor] = {}
+        # Checks of the last backward, by the `id` of the parameter. They outlive gradients that user code removes.
+        self._last_found_inf: dict[int, Tensor] = {}
         self._memory = GradientMemory()
         self.scaled: dict[int, Tensor] = {}
         self.unscaled_in_step: dict[int, Tensor] = {}
@@ -116,6 +120,7 @@ class BackwardGradients:
         self.scaled.clear()
         self.unscaled_in_step.clear()
         self._aside.clear()
+        self._last_found_inf.clear()
         returning: list[nn.Parameter] = []
         sums: list[Tensor] = []
         for parameter in parameters:
@@ -264,12 +269,15 @@ class BackwardGradients:
         self._add_to_sums(parameters, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             record = GradientRecord(found_inf=found_inf, is_local=not averages(parameter))
+            if found_inf is not None:
+                self._last_found_inf[id(parameter)] = found_inf
             total = self._aside.pop(id(parameter), None)
             if total is None:
                 total = gradient
             else:
                 # A sum may contain an inf of an earlier backward, so it is checked again before the step.
                 record.found_inf = None
+            record.version = total._version
             vars(total)["_half_precision_record"] = record
             _show(parameter, total)
 
@@ -314,16 +322,20 @@ class BackwardGradients:
     def found_inf(self, parameters: Iterable[Tensor], *, device: torch.device) -> Tensor:
         """Return a 0-dim tensor that is 1.0 if a gradient contains inf or nan, else 0.0.
 
-        Only gradients that were not checked before are read.
+        A gradient of the last backward counts even if user code has removed or replaced it since then. Otherwise the
+        loss scale would never decrease. Gradients that were checked and not written since then are not read again.
         """
         verdicts: dict[int, Tensor] = {}
         unknown: list[Tensor] = []
         for parameter in parameters:
+            last_found_inf = self._last_found_inf.get(id(parameter))
+            if last_found_inf is not None:
+                verdicts[id(last_found_inf)] = last_found_inf
             gradient = parameter.grad
             if gradient is None or gradient.numel() == 0:
                 continue
             record = record_of(gradient)
-            if record is None or record.found_inf is None:
+            if record is None or record.found_inf is None or record.version != gradient._version:
                 unknown.append(gradient)
             else:
                 verdicts[id(record.found_inf)] = record.found_inf
@@ -378,6 +390,7 @@ class BackwardGradients:
     def clear(self) -> None:
         """Free all saved gradients and the cached memory."""
         self._aside.clear()
+        self._last_found_inf.clear()
         self.scaled.clear()
         self.unscaled_in_step.clear()
         self._memory.clear()

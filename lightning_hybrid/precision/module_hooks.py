@@ -105,9 +105,10 @@ class ModuleHooks:
 
     def to_fp32(self, values: Any) -> Any:
         """Convert half-precision tensors in nested containers to fp32."""
-        return tree_map_only(Tensor, self._tensor_to_fp32, values)
+        return tree_map_only(Tensor, self.tensor_to_fp32, values)
 
-    def _tensor_to_fp32(self, tensor: Tensor) -> Tensor:
+    def tensor_to_fp32(self, tensor: Tensor) -> Tensor:
+        """Convert a tensor to fp32 if it is in half precision."""
         if tensor.dtype is self._dtype:
             return tensor.float()
         return tensor

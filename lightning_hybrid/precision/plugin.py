@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -135,6 +136,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._is_last_backward: Callable[[], bool] = partial(bool, True)
         # Does nothing by default.
         self._flush_backward: Callable[[Tensor], object] = torch.is_tensor
+        self._has_warned_of_lost_sums = False
         self._last_loss: Tensor | None = None
         self._scale: Tensor | None = None  # scale of the loss in the last backward
         self._is_arithmetic_on = False
@@ -452,14 +454,34 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self.run_deferred_schedules()
         state.skip_flag = None
         with self.window.shut():
-            if closure_result is None and model.automatic_optimization:
-                # `training_step` returned None, so there was no backward. Gradients of earlier batches are dropped.
-                for parameter in parameters_of(optimizer):
-                    parameter.grad = None
+            had_backward = closure_result is not None or not model.automatic_optimization
+            if had_backward or self._has_complete_sums(optimizer, model):
+                self._update(optimizer, state, model, **kwargs)
+            else:
+                # `training_step` returned None for the last batch of the step.
+                self._drop_gradients(optimizer)
                 self._after_closure(model, optimizer)
-                return closure_result
-            self._update(optimizer, state, model, **kwargs)
         return closure_result
+
+    def _has_complete_sums(self, optimizer: Optimizer, model: Any) -> bool:
+        """Return whether earlier batches of the step have left gradients that need no average over ranks."""
+        if model.trainer.world_size > 1:
+            return False
+        return any(parameter.grad is not None for parameter in parameters_of(optimizer))
+
+    def _drop_gradients(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of earlier batches of a step whose last batch had no loss, and warn if there are any."""
+        has_gradients = False
+        for parameter in parameters_of(optimizer):
+            has_gradients = has_gradients or parameter.grad is not None
+            parameter.grad = None
+        if has_gradients and not self._has_warned_of_lost_sums:
+            self._has_warned_of_lost_sums = True
+            rank_zero_warn(
+                "`training_step` returned None for the last batch of an optimizer step, so the gradients of the "
+                "earlier batches of this step were dropped. Ranks average gradients in the backward of the last batch. "
+                "Return a loss of zero instead, such as `0 * loss`."
+            )
 
     def _update(
         self, optimizer: Optimizer, state: OptimizerStepState, model: Any, **kwargs: Any

@@ -59,6 +59,8 @@ class ScheduleGuard:
         scheduler = config.scheduler
         if (
             config.interval != "step"
+            # A schedule that advances after several optimizer steps also advances if one of them is skipped.
+            or config.frequency > 1
             or isinstance(scheduler, ReduceLROnPlateau)
             or is_guarded(scheduler)
         ):

@@ -204,13 +204,16 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return [state.skip_flag for state in states if state.skip_flag is not None]
 
     def parameters_by_optimizer(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return a list of each optimizer's parameters, followed by a list of all other parameters."""
-        parameter_lists = [list(parameters_of(state.optimizer)) for state in self]
-        optimized: set[int] = set()
-        for optimizer_parameters in parameter_lists:
-            optimized.update(map(id, optimizer_parameters))
-        remaining = [parameter for parameter in parameters if id(parameter) not in optimized]
-        parameter_lists.append(remaining)
+        """Return a list of each optimizer's parameters, followed by a list of all other parameters.
+
+        A parameter of several optimizers is only in the list of the first one.
+        """
+        parameter_lists: list[list[Tensor]] = []
+        listed: set[int] = set()
+        for group in [*(parameters_of(state.optimizer) for state in self), parameters]:
+            unlisted = [parameter for parameter in group if id(parameter) not in listed]
+            listed.update(map(id, unlisted))
+            parameter_lists.append(unlisted)
         return parameter_lists
 
     @torch.no_grad()

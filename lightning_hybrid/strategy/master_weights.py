@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -178,10 +179,10 @@ class MasterWeights:
             self.half.run_deferred_schedules()
 
     def to_fp32(self, outputs: Any) -> Any:
-        """Convert half-precision tensors in a module's outputs to fp32."""
+        """Convert half-precision tensors in a module's outputs to fp32, also in dataclasses."""
         if self.window is None:
             return outputs
-        return self.window.hooks.to_fp32(outputs)
+        return apply_to_collection(outputs, Tensor, self.window.hooks.tensor_to_fp32)
 
     # ---- end ---------------------------------------------------------------------------------
 

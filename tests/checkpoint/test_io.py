@@ -352,3 +352,19 @@ def test_copies_from_cuda_are_in_page_locked_memory():
     copies = HostCopies().take({"weights": torch.ones(10, device="cuda"), "counter": torch.ones(1)})
     assert copies["weights"].is_pinned()
     assert not copies["counter"].is_pinned()
+
+
+@pytest.mark.parametrize("prefix", ["~/", "file://{home}/"])
+def test_a_path_with_a_prefix_names_the_file_of_lightnings_own_plugin(
+    tmp_path, monkeypatch, prefix
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = prefix.format(home=tmp_path) + "last.ckpt"
+    plugin = DurableCheckpointIO()
+    plugin.save_checkpoint({"step": 1}, path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert plugin.load_checkpoint(path) == {"step": 1}
+    assert TorchCheckpointIO().load_checkpoint(path) == {"step": 1}
+    plugin.remove_checkpoint(path)
+    assert os.listdir(tmp_path) == []

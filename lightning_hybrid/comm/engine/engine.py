@@ -83,6 +83,10 @@ class CommEngine:
             attribute may be changed between backward passes, to the same number on all ranks. If gradients have
             weights, it need not be an integer.
 
+    Attributes:
+        order_note: Description of the current step's gradients that is compared with the order of buckets. Ranks with
+            different descriptions raise an error.
+
     Raises:
         ValueError: The plan or the topology differ between ranks. The error is raised on every rank.
     """
@@ -108,6 +112,7 @@ class CommEngine:
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes = dtype_across_nodes
         self.num_terms: float = num_terms or topology.world_size
+        self.order_note = ""
         self.update_scope: Literal["node", "world"] = shares_update or "node"
         self._exchange_scopes: set[str] = set()
         if shares_update is not None:
@@ -334,6 +339,8 @@ class CommEngine:
         reduction = ""
         if bucket.adasum_numels:
             reduction = f", Adasum of {len(bucket.adasum_numels)} tensors"
+        if bucket.is_in_update is False:
+            reduction += self.order_note
         record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
         if self.topology.world_size == 1:
             return None

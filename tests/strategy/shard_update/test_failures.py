@@ -1,5 +1,6 @@
 """Errors of `shard_update` before training and faults in its exchanges, which are the same on all ranks."""
 
+import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
@@ -98,3 +99,19 @@ def test_a_checkpoint_while_an_error_ends_the_fit_is_refused(two_ranks):
             "RuntimeError: `shard_update` (='node') cannot save a checkpoint, because this rank failed with "
             "ZeroDivisionError: "
         )
+
+
+class ReadsGradients(pl.Callback):
+    def on_after_backward(self, trainer, module):
+        """Read nothing. The hook alone counts."""
+
+
+def error_with_a_callback_on_one_rank(precision):
+    callbacks = [ReadsGradients] if dist.get_rank() == 0 else []
+    return fit(None, lars, precision, "node", num=2, callbacks=callbacks, raises=True).error
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_a_callback_that_reads_gradients_on_one_rank_only_is_an_error_on_all(two_ranks, precision):
+    for rank, error in enumerate(two_ranks.run(error_with_a_callback_on_one_rank, precision)):
+        assert "gradients that a hook or callback may read" in error, f"rank {rank}: {error}"
