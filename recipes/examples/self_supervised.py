@@ -17,7 +17,8 @@ from lightning_hybrid.optim import LARS, param_groups
 
 def view(images):
     """Augment images with a random shift of up to one pixel and Gaussian noise."""
-    padded = F.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
+    squares = images.view(-1, 8, 8)
+    padded = F.pad(squares, (1, 1, 1, 1))
     row = torch.randint(3, ()).item()
     column = torch.randint(3, ()).item()
     shifted = padded[:, row : row + 8, column : column + 8]
@@ -58,10 +59,12 @@ def neighbour_accuracy(encoder, images, labels):
     encoder.eval()
     with torch.no_grad():
         features = F.normalize(encoder(images))
-    similarities = features[1500:] @ features[:1500].T
+    known = features[:1500]
+    similarities = features[1500:] @ known.T
     nearest = similarities.argmax(dim=1)
     is_correct = labels[nearest] == labels[1500:]
-    return is_correct.float().mean().item()
+    accuracy = is_correct.float().mean()
+    return accuracy.item()
 
 
 if __name__ == "__main__":

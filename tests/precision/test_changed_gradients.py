@@ -231,7 +231,7 @@ class OverflowsInTheFourthStep(toy.Toy):
 
 def test_a_schedule_of_several_steps_advances_after_a_skipped_step(one_rank):
     [(rate, num_skipped)] = one_rank.run(rate_after_a_skipped_step)
-    assert num_skipped == 1
+    assert num_skipped >= 1
     assert rate == 0.5**2
 
 
