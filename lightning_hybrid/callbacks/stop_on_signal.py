@@ -108,11 +108,18 @@ class StopOnSignal(Callback):
         self._logger_step = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Discard stop requests of an earlier `fit` call."""
+        """Discard stop requests of an earlier `fit` call, and record requests from now on."""
         self._request = NO
         self._agreed_request = NO
         self._interrupted_s = None
         self._num_steps = 0
+        # Lightning registers its own handlers before it sets up the loaders. Its SIGTERM handler
+        # calls a collective, which deadlocks while other ranks wait in another collective. Until
+        # `on_train_start`, requests are only recorded, and the first batch stops the run.
+        connector: Any = trainer._signal_connector
+        if signal.SIGTERM in self.signals:
+            connector._sigterm_notifier_fn = partial(self._record, NO)
+        connector._slurm_sigusr_handler_fn = partial(self._record, REQUEUE)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install a handler that requeues the job as soon as SLURM's signal arrives.
@@ -149,6 +156,8 @@ class StopOnSignal(Callback):
         if trainer.world_size > 1:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
+        if self._request:
+            self._stop_single_rank(trainer)
 
     on_sanity_check_start = on_train_start  # a signal takes effect before the first training batch
 
@@ -225,8 +234,10 @@ class StopOnSignal(Callback):
             rank_zero_info(queue_again())
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore Lightning's own broadcast of the SIGTERM flag."""
+        """Restore Lightning's own signal handlers and its broadcast of the SIGTERM flag."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(trainer._signal_connector).pop(name, None)
 
     def _on_signal(
         self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None
@@ -235,8 +246,11 @@ class StopOnSignal(Callback):
         # collectives, files or locks.
         if number == signal.SIGINT:
             self._on_interrupt(trainer)
-        self._request = max(self._request, requeue + number)
+        self._record(requeue, number)
         self._stop_single_rank(trainer)
+
+    def _record(self, requeue: int, number: int, frame: FrameType | None = None) -> None:
+        self._request = max(self._request, requeue + number)
 
     def _on_interrupt(self, trainer: pl.Trainer) -> None:
         now_s = monotonic()

@@ -78,6 +78,36 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(
     assert check_whole(Path(tmp_path, "stopped.ckpt"))
 
 
+class SignalledWhileLoadersAreSetUp(toy.Toy):
+    """Module whose last rank receives SIGTERM while Lightning sets up the loaders."""
+
+    def train_dataloader(self):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy.loader()
+
+
+def stopped_in_setup(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = toy.trainer(callbacks=[StopOnSignal(folder)], max_epochs=3)
+    code = "went on"
+    try:
+        trainer.fit(SignalledWhileLoadersAreSetUp())
+    except SIGTERMException as end:
+        code = end.code
+    return code, trainer.global_step, signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_while_loaders_are_set_up_stops_all_ranks_at_the_first_batch(two_ranks, tmp_path):
+    results = two_ranks.run(stopped_in_setup, str(tmp_path))
+    assert results == [(143, 0, True), (0, 0, True)]
+    assert check_whole(Path(tmp_path, "stopped.ckpt"))
+
+
+def test_a_rank_alone_that_is_signalled_in_its_setup_stops_after_a_step(one_rank, tmp_path):
+    assert one_rank.run(stopped_in_setup, str(tmp_path)) == [(143, 1, True)]
+
+
 def test_a_rank_alone_stops_as_well_and_at_another_signal(one_rank, tmp_path):
     assert one_rank.run(stopped, str(tmp_path), 0, {"step": 5}, "SIGUSR1") == [(143, 6, True, 6)]
 
