@@ -16,6 +16,7 @@ from lightning_hybrid.planning.estimates.layers import work_of
 from lightning_hybrid.planning.estimates.scenario import Scenario, Search
 from lightning_hybrid.planning.model.cost_gloo import Gloo
 from lightning_hybrid.planning.report import memory_report
+from lightning_hybrid.planning.report.run_lines import confidence
 from lightning_hybrid.planning.report.simulate_report import SimulationReport, scaling_point
 from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
@@ -336,6 +337,15 @@ def test_the_papers_run_on_2048_p40_takes_what_the_page_says_at_either_rate():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("step_bounds_s", "words"),
+    [((0.1, 0.2), "which the interval includes"), (None, "which no interval above includes")],
+)
+def test_an_estimated_speed_is_in_the_interval_only_if_there_is_one(step_bounds_s, words):
+    estimated = scenario(is_rate_estimated=True)
+    assert words in confidence(estimated, step_bounds_s)
+
+
 def test_published_rows_are_as_recorded_the_bad_ones_too():
     """In addition, the paper's cluster matches the publication."""
     record = ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl"

@@ -22,7 +22,9 @@ from lightning_hybrid.checks import require_number
 
 NUM_RUNS = 200
 SHARES = (0.1, 0.9)
-NO_END = 50  # A run that takes longer than this multiple of its work is not simulated further.
+NO_END = (
+    50  # A run that takes longer than this multiple of its work counts as a run without an end.
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +84,25 @@ class Failures:
     def restarted_s(self, work_s: float, num_gpus: int, every_s: float | None = None) -> float:
         """Return the expected duration in seconds of a run that restarts from checkpoints after failures.
 
-        `every_s` is the time of training between two checkpoints in seconds. None stands for the optimal interval.
+        The duration is infinite if failures are so frequent that the run makes hardly any progress.
+
+        Args:
+            work_s: Duration without failures, in seconds.
+            num_gpus: Number of GPUs.
+            every_s: Time of training between two checkpoints, in seconds. The default is the optimal interval.
         """
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, every_s or self.interval_s(num_gpus))
         back_s = self.detection_s + self.restart_s
-        each_s = (
-            mean_s * math.exp(back_s / mean_s) * math.expm1((every_s + self.checkpoint_s) / mean_s)
-        )
-        return each_s * work_s / every_s
+        try:
+            factor = math.exp(back_s / mean_s) * math.expm1((every_s + self.checkpoint_s) / mean_s)
+        except OverflowError:
+            return math.inf
+        expected_s = mean_s * factor * work_s / every_s
+        # The last checkpoint also belongs to a run without failures.
+        if expected_s > NO_END * (work_s + self.checkpoint_s):
+            return math.inf
+        return expected_s
 
     def elastic_s(self, work_s: float, num_gpus: int) -> float:
         """Return the expected duration of an elastic run in seconds.
@@ -107,7 +119,10 @@ class Failures:
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, self.interval_s(num_gpus))
         back_s = self.detection_s + (self.rejoin_s if elastic else self.restart_s)
-        if (self.elastic_s if elastic else self.restarted_s)(work_s, num_gpus) > NO_END * work_s:
+        expected_s = self.restarted_s(work_s, num_gpus)
+        if elastic:
+            expected_s = self.elastic_s(work_s, num_gpus)
+        if expected_s > NO_END * (work_s + self.checkpoint_s):
             return [math.inf] * NUM_RUNS
         chance = random.Random(seed)
         return sorted(

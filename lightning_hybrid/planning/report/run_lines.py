@@ -148,9 +148,12 @@ def confidence(scenario: Scenario, step_bounds_s: tuple[float, float] | None) ->
     cluster = scenario.cluster
     rate = ""
     if scenario.is_rate_estimated:
+        scope = "which the interval includes"
+        if step_bounds_s is None:
+            scope = "which no interval above includes"
         rate = (
             f" images_per_s is estimated as {PEAK_SHARE:.0%} of the peak ({LEAST_SHARE:.0%} to {MOST_SHARE:.0%}, "
-            "which the interval includes). Measure it first."
+            f"{scope}). Measure it first."
         )
     if cluster.num_nodes == 1:
         return (

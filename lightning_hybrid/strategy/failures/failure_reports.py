@@ -339,12 +339,15 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
     if not is_under_way or not trainer.is_global_zero:
         return
     newest = _newest_checkpoint(trainer)
-    cure = (
-        "no checkpoint was written to resume from. Use ModelCheckpoint(every_n_train_steps=...) to write them "
-        "regularly, or the callback StopOnSignal() to write one when the run is stopped"
-    )
     if newest is not None:
         cure = f"`fit(..., ckpt_path={newest!r})` resumes from the newest checkpoint"
+    elif trainer.global_step == 0:
+        cure = "there is nothing to resume from"
+    else:
+        cure = (
+            "no checkpoint was written to resume from. Use ModelCheckpoint(every_n_train_steps=...) to write them "
+            "regularly, or the callback StopOnSignal() to write one when the run is stopped"
+        )
     message = f"The run stopped in epoch {trainer.current_epoch} after step {trainer.global_step}; {cure}."
     if isinstance(exception, KeyboardInterrupt):  # Lightning does not show the error.
         rank_zero_info(message)

@@ -96,6 +96,18 @@ def test_a_job_that_fails_faster_than_it_restarts_never_ends():
     assert often.elastic_s(DAY_S, 8) == math.inf
 
 
+@pytest.mark.parametrize("gpu_hours", [1e-3, 1.0])
+def test_failures_every_few_seconds_or_less_leave_no_end_and_no_overflow(gpu_hours):
+    always = Failures(gpu_hours=gpu_hours)
+    assert always.restarted_s(DAY_S, 1024) == math.inf
+    assert always.simulated_s(DAY_S, 1024) == [math.inf] * 200
+
+
+def test_a_run_shorter_than_its_checkpoint_has_an_end():
+    never = Failures(gpu_hours=1e12, checkpoint_s=10.0)
+    assert never.simulated_s(0.001, 1) == pytest.approx([10.001] * 200)
+
+
 @pytest.mark.parametrize("name", ["gpu_hours", "checkpoint_s", "restart_s"])
 def test_times_that_cannot_be_are_refused(name):
     with pytest.raises(ValueError, match=rf"`{name}` \(=-1.0\)"):
