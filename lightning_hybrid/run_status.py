@@ -56,6 +56,9 @@ class RunStatus:
         num_ranks: Number of ranks on all present hosts of an elastic run, otherwise None.
         gather_over_hosts: Function that gathers a value from each rank of all present hosts of an elastic run, see
             `Views.gather`. None if the run is not elastic.
+        process_second_loader: Function that prepares a loader which a callback reads next to Lightning's own loaders.
+            It returns a loader of the same batches, which moves them to the device. None with Lightning's own
+            strategies, whose `process_dataloader` does this in every stage.
     """
 
     optimizer_steps: Sequence[OptimizerStepState] = ()
@@ -76,6 +79,7 @@ class RunStatus:
     num_shards: int | None = None
     num_ranks: int | None = None
     gather_over_hosts: Callable[[Any], list[Any] | None] | None = None
+    process_second_loader: Callable[[Any], Any] | None = None
 
     @property
     def loss_scales(self) -> list[LossScale]:

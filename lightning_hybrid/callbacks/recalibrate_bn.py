@@ -155,7 +155,10 @@ class RecalibrateBatchNorm(Callback):
             loader = copy(loader)
             loader._iterator = None  # the persistent workers are in the middle of the epoch
         with generators_kept(loader):
-            loader = trainer.strategy.process_dataloader(loader)
+            process = run_status(trainer).process_second_loader
+            if process is None:
+                process = trainer.strategy.process_dataloader
+            loader = process(loader)
             batches = iter(loader)
             first = next(batches)
             global_batch_size = extract_batch_size(first) * trainer.world_size

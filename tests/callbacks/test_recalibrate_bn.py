@@ -1,6 +1,7 @@
 """Recalibrated BatchNorm statistics, compared with one pass over all images, on any number of ranks."""
 
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +14,7 @@ from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNo
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.digits import DigitsDataModule
 from tests import toy
-from tests.scenes import same
+from tests.scenes import fit, same
 
 NUM_IMAGES = 256
 
@@ -240,6 +241,24 @@ def test_a_pass_over_a_loader_that_draws_from_the_global_stream_moves_no_dropout
 
 def test_training_in_half_precision_has_the_same_bits_with_and_without(two_ranks):
     assert two_ranks.run(with_and_without, 0, "16-true") == [True, True]
+
+
+def through_net(module, batch):
+    return module.net(batch[0])
+
+
+def test_exact_evaluation_does_not_change_the_batches_of_the_recalibration(two_ranks):
+    """Each rank has 5 of 9 training samples in one batch, which exact evaluation would split."""
+    scene = {
+        "train": partial(toy.loader, 9, 5),
+        "val": toy.loader,
+        "callbacks": [partial(RecalibrateBatchNorm, 32, through_net)],
+        "max_epochs": 1,
+    }
+    exact = fit(two_ranks, exact_evaluation=True, **scene)
+    padded = fit(two_ranks, exact_evaluation=False, **scene)
+    for rank in range(2):
+        assert same(exact[rank].weights, padded[rank].weights), f"rank {rank}"
 
 
 class WithoutForward(Digits):
