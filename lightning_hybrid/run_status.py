@@ -49,6 +49,7 @@ class RunStatus:
         link_bytes_per_s: Bandwidth of a node's link, if the user set it.
         repeats_batch: Whether this rank repeats an earlier batch only to join the other ranks' step, with
             `uneven_batches="join"`. The gradients of a repeated batch do not count.
+        has_uneven_batches: Whether ranks may have different numbers of batches, with `uneven_batches="join"`.
         replica_group: Ranks that hold the same stage of a pipeline. None means all ranks.
         node_group: Ranks of the node while nodes train independently, otherwise None.
         verdict_group: Ranks that skip the same steps throughout the run. None means all ranks.
@@ -73,6 +74,7 @@ class RunStatus:
     own_state: Callable[[], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None
     repeats_batch: bool = False
+    has_uneven_batches: bool = False
     replica_group: dist.ProcessGroup | None = None
     node_group: dist.ProcessGroup | None = None
     verdict_group: dist.ProcessGroup | None = None
