@@ -139,8 +139,7 @@ class TrainingLoaders:
         if is_of_training:
             loader = unwrapped(loader)
         # Loaders of `lightning_hybrid.data` resume at the trainer's counters.
-        if hasattr(loader, "bind_trainer"):
-            loader.bind_trainer(trainer)
+        if _bind_trainer(loader, trainer):
             self._has_loader_of_data = is_of_training and self._resumes_by_counters()
         # Lightning looks for a `DataLoader`, which the prefetcher will hide.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(
@@ -165,8 +164,7 @@ class TrainingLoaders:
             compute_dtype: The dtype of forward and backward in half precision, or None.
         """
         trainer = module.trainer
-        if hasattr(loader, "bind_trainer"):
-            loader.bind_trainer(trainer)
+        _bind_trainer(loader, trainer)
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(
             loader, trainer.global_rank
         )
@@ -491,6 +489,18 @@ class TrainingLoaders:
                 state = next(states_for_lightning)
             states.append(state)
         loop["combined_loader"] = states
+
+
+def _bind_trainer(loader: Any, trainer: Any) -> bool:
+    """Set the trainer of a loader of `lightning_hybrid.data`, and return whether it is one."""
+    from lightning_hybrid.data.order import ResumableLoader
+    from lightning_hybrid.data.prefetch import unwrapped
+
+    inner = unwrapped(loader)
+    if not isinstance(inner, ResumableLoader):
+        return False
+    inner.bind_trainer(trainer)
+    return True
 
 
 def _prefetcher_for(
