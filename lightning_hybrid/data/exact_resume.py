@@ -148,9 +148,9 @@ class ExactResume:
         of_user_class = self.loader.of_user_class()
         if hasattr(of_user_class, "load_state_dict"):
             return of_user_class
-        if self.loader.num_workers == 0 and hasattr(self.loader.dataset, "load_state_dict"):
-            return self.loader.dataset
-        return None
+        dataset = self.loader.dataset
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        return dataset if has_state and self.loader.num_workers == 0 else None
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

@@ -416,3 +416,21 @@ def test_a_stream_resumes_after_whole_steps_of_the_interrupted_run(tmp_path):
         "`accumulate_grad_batches` (=4) must divide the number of finished batches of the epoch (=2)"
         in text
     )
+
+
+class OnlyLoads(IterableDataset):
+    """Stream that can load a state, for example that of another class, but does not save one."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("There is no state to load.")
+
+
+def test_a_stream_without_state_dict_is_read_again(tmp_path):
+    whole = Net()
+    fit(whole, DataLoader(OnlyLoads(), 2), folder=tmp_path)
+    resumed = Net()
+    fit(resumed, DataLoader(OnlyLoads(), 2), ckpt_path=f"{tmp_path}/3.ckpt")
+    assert resumed.read == whole.read[3:]
