@@ -261,6 +261,69 @@ def test_exact_evaluation_does_not_change_the_batches_of_the_recalibration(two_r
         assert same(exact[rank].weights, padded[rank].weights), f"rank {rank}"
 
 
+class OfTwoLoaders(toy.Toy):
+    def train_dataloader(self):
+        return {"images": toy.loader(32), "others": toy.loader(64)}
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["images"], batch_idx)
+
+
+def through_net_of_images(module, batch):
+    return module.net(batch["images"][0])
+
+
+def test_several_training_loaders_are_combined_as_in_training():
+    """The statistics equal those of a run whose only loader has the same images."""
+    scene = {"val": toy.loader, "limit_train_batches": 4, "max_epochs": 1}
+    of_two = fit(
+        module=OfTwoLoaders,
+        train=None,
+        callbacks=[partial(RecalibrateBatchNorm, 32, through_net_of_images)],
+        **scene,
+    )
+    of_one = fit(
+        train=partial(toy.loader, 32),
+        callbacks=[partial(RecalibrateBatchNorm, 32, through_net)],
+        **scene,
+    )
+    assert same(of_two.weights, of_one.weights)
+
+
+class ForwardOfImages(OfTwoLoaders):
+    def forward(self, images):
+        return self.net(images)
+
+
+def test_a_forward_that_takes_a_part_of_the_batch_is_told_the_option():
+    scene = {"val": toy.loader, "callbacks": [partial(RecalibrateBatchNorm, 32)], "raises": True}
+    error = fit(module=ForwardOfImages, train=None, **scene).error
+    assert "`RecalibrateBatchNorm` called `forward` with a whole batch (=dict)" in error
+    assert "RecalibrateBatchNorm(forward=" in error
+
+
+class TrainsOnlyInFit(pl.LightningDataModule):
+    def setup(self, stage):
+        if stage == "fit":
+            self.train_set = toy.Blobs()
+
+    def train_dataloader(self):
+        return DataLoader(self.train_set, 8)
+
+    def val_dataloader(self):
+        return toy.loader()
+
+
+def test_validation_without_training_data_names_the_stage_and_the_cure():
+    words = (
+        r"`RecalibrateBatchNorm` needs training data, but `TrainsOnlyInFit.train_dataloader` raised AttributeError: "
+        r".*train_set.*calls only `setup\(stage='validate'\)`. Create the training data set in every stage"
+    )
+    trainer = toy.trainer(callbacks=RecalibrateBatchNorm(32, through_net))
+    with pytest.raises(RuntimeError, match=words):
+        trainer.validate(toy.Toy(), TrainsOnlyInFit(), verbose=False)
+
+
 class WithoutForward(Digits):
     forward = nn.Module.forward
 
