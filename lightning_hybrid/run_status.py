@@ -60,6 +60,8 @@ class RunStatus:
         process_second_loader: Function that prepares a loader which a callback reads next to Lightning's own loaders.
             It returns a loader of the same batches, which moves them to the device. None with Lightning's own
             strategies, whose `process_dataloader` does this in every stage.
+        user_loader_of: Function that returns the user's loader behind a training loader that the strategy has prepared.
+            None with Lightning's own strategies, which do not replace loaders.
     """
 
     optimizer_steps: Sequence[OptimizerStepState] = ()
@@ -82,6 +84,7 @@ class RunStatus:
     num_ranks: int | None = None
     gather_over_hosts: Callable[[Any], list[Any] | None] | None = None
     process_second_loader: Callable[[Any], Any] | None = None
+    user_loader_of: Callable[[Any], Any] | None = None
 
     @property
     def loss_scales(self) -> list[LossScale]:

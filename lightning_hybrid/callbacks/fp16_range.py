@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train_loader
 from lightning_hybrid.checks import plain_value, require_whole
-from lightning_hybrid.data.prefetch import on_device_of
 from lightning_hybrid.precision.half_window import NORMALISATION_TYPES, is_reparametrised
 
 # Exponents of fp16: the smallest subnormal value is 2^-24, the smallest value with all 11 bits of
@@ -130,8 +129,8 @@ def half_precision_report(
     with isolate_rng(), generators_kept(batches), torch.enable_grad():
         for index, batch in enumerate(islice(batches, num_batches)):
             moved = shadow._apply_batch_transfer_handler(batch, shadow.device)
-            on_device = on_device_of(batches)
-            if on_device is not None:
+            on_device = getattr(batches, "on_device", None)
+            if callable(on_device):
                 # Loaders of this library may process batches on the device, for example to
                 # normalise images that are sent as uint8.
                 moved = on_device(moved)

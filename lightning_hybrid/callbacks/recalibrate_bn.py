@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.checks import plain_value, require_whole
-from lightning_hybrid.data.prefetch import unwrapped
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.run_status import run_status
 
@@ -373,13 +372,17 @@ def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
     if is_module:
         loaders = _requested_loaders(trainer, source, asked_by)
 
-    combined = CombinedLoader(loaders, "max_size_cycle")
+    user_loader_of = run_status(trainer).user_loader_of
     if isinstance(loaders, CombinedLoader):
         combined = copy(loaders)
-    # A `CombinedLoader` of the user may hold the loaders that training iterates over.
+    else:
+        combined = CombinedLoader(loaders, "max_size_cycle")
     new_loaders = []
     for loader in combined.flattened:
-        user_loader = unwrapped(loader)
+        user_loader = loader
+        if user_loader_of is not None:
+            # The user's `CombinedLoader` may hold the loaders that training iterates over.
+            user_loader = user_loader_of(loader)
         if hasattr(user_loader, "state_dict") and not is_module:
             kind = type(user_loader).__name__
             raise _no_training_data(

@@ -22,7 +22,6 @@ from lightning_hybrid.comm.health.replica_difference import (
 )
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.topology import host_identity
-from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.run_status import run_status, tensors_of_replica
 
 # Settings that are attributes of torch's `DistributedSampler`, of our `EpochOrder`, or of any loader.
@@ -317,15 +316,15 @@ def order_of(loaders: Any) -> dict[str, Any]:
 
 
 def _divides_order(source: Any) -> bool:
-    """Return whether an `EpochOrder` or a sampler divides one order of samples among several ranks.
+    """Return whether a sampler or an `EpochOrder` divides one order of samples among several ranks.
 
-    The wrapper of a sampler in a loader with exact resume has the attributes of a
-    `DistributedSampler`, but not its class.
+    Objects are recognised by their attributes, because a loader with exact resume has a wrapper of
+    the `DistributedSampler`.
     """
-    if isinstance(source, EpochOrder):
-        return True
-    num_replicas = getattr(source, "num_replicas", None)
-    return isinstance(num_replicas, int) and num_replicas > 1
+    num_shards = getattr(source, "num_replicas", None)
+    if hasattr(source, "global_batch_size"):
+        num_shards = getattr(source, "world_size", None)
+    return isinstance(num_shards, int) and num_shards > 1
 
 
 def _length(sized: Any) -> int | None:

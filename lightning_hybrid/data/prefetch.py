@@ -91,7 +91,9 @@ class DevicePrefetcher(LoaderInPlace):
     ) -> None:
         self._loader: Any = loader
         self._device = device
-        self._on_device = on_device_of(loader)
+        # A user's own loader may have an attribute of this name with another meaning.
+        on_device = getattr(loader, "on_device", None)
+        self._on_device: Callable[[Any], Any] | None = on_device if callable(on_device) else None
         self._compute_dtype = compute_dtype
         self._is_training = is_training
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -220,15 +222,6 @@ class _Batches(Iterator[Any]):
         if isinstance(batches, PlaceIterator):
             batches.holder = self
         return batches
-
-
-def on_device_of(loader: object) -> Callable[[Any], Any] | None:
-    """Return the method `on_device` of a loader, or None.
-
-    A user's own loader may have an attribute of this name with another meaning.
-    """
-    on_device = getattr(loader, "on_device", None)
-    return on_device if callable(on_device) else None
 
 
 def _reads_ahead(loader: object) -> bool:

@@ -149,7 +149,9 @@ class HybridAllReduce(HalfPrecisionDDP):
 
     def _run_status_fields(self) -> dict[str, Any]:
         fields = super()._run_status_fields() | self._extensions.status()
-        return {**fields, "process_second_loader": self._process_second_loader}
+        fields["process_second_loader"] = self._process_second_loader
+        fields["user_loader_of"] = self._loaders.user_loader_of
+        return fields
 
     # ---- setup -------------------------------------------------------------------------------
 

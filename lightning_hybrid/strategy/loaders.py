@@ -170,6 +170,12 @@ class TrainingLoaders:
         )
         return _prefetcher_for(module, device, compute_dtype)(loader)
 
+    def user_loader_of(self, loader: Any) -> Any:
+        """Return the user's loader behind a training loader that `process` returned."""
+        from lightning_hybrid.data.prefetch import unwrapped
+
+        return unwrapped(loader)
+
     def _resumes_by_counters(self) -> bool:
         """Return whether loaders of `lightning_hybrid.data` resume from the trainer's batch counters."""
         return True
@@ -493,13 +499,10 @@ class TrainingLoaders:
 
 def _bind_trainer(loader: Any, trainer: Any) -> bool:
     """Set the trainer of a loader of `lightning_hybrid.data`, and return whether it is one."""
-    from lightning_hybrid.data.order import ResumableLoader
-    from lightning_hybrid.data.prefetch import unwrapped
-
-    inner = unwrapped(loader)
-    if not isinstance(inner, ResumableLoader):
+    bind_trainer = getattr(loader, "bind_trainer", None)
+    if not callable(bind_trainer):
         return False
-    inner.bind_trainer(trainer)
+    bind_trainer(trainer)
     return True
 
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -288,6 +289,18 @@ def test_several_training_loaders_are_combined_as_in_training():
         **scene,
     )
     assert same(of_two.weights, of_one.weights)
+
+
+def two_combined_loaders():
+    return CombinedLoader({"images": toy.loader(32), "others": toy.loader(64)}, "min_size")
+
+
+def test_a_combined_loader_of_the_user_keeps_its_place_in_training():
+    scene = {"val": toy.loader, "val_check_interval": 2, "train": two_combined_loaders}
+    callbacks = [partial(RecalibrateBatchNorm, 32, through_net_of_images)]
+    recalibrated = fit(module=OfTwoLoaders, callbacks=callbacks, **scene)
+    plain = fit(module=OfTwoLoaders, **scene)
+    assert recalibrated.losses == plain.losses
 
 
 class ForwardOfImages(OfTwoLoaders):
