@@ -49,6 +49,7 @@ class RunStatus:
         link_bytes_per_s: Bandwidth of a node's link, if the user set it.
         repeats_batch: Whether this rank repeats an earlier batch only to join the other ranks' step, with
             `uneven_batches="join"`. The gradients of a repeated batch do not count.
+        has_uneven_batches: Whether ranks may have different numbers of batches, with `uneven_batches="join"`.
         replica_group: Ranks that hold the same stage of a pipeline. None means all ranks.
         node_group: Ranks of the node while nodes train independently, otherwise None.
         verdict_group: Ranks that skip the same steps throughout the run. None means all ranks.
@@ -56,6 +57,11 @@ class RunStatus:
         num_ranks: Number of ranks on all present hosts of an elastic run, otherwise None.
         gather_over_hosts: Function that gathers a value from each rank of all present hosts of an elastic run, see
             `Views.gather`. None if the run is not elastic.
+        process_second_loader: Function that prepares a loader which a callback reads next to Lightning's own loaders.
+            It returns a loader of the same batches, which moves them to the device. None with Lightning's own
+            strategies, whose `process_dataloader` does this in every stage.
+        user_loader_of: Function that returns the user's loader behind a training loader that the strategy has prepared.
+            None with Lightning's own strategies, which do not replace loaders.
     """
 
     optimizer_steps: Sequence[OptimizerStepState] = ()
@@ -70,12 +76,15 @@ class RunStatus:
     own_state: Callable[[], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None
     repeats_batch: bool = False
+    has_uneven_batches: bool = False
     replica_group: dist.ProcessGroup | None = None
     node_group: dist.ProcessGroup | None = None
     verdict_group: dist.ProcessGroup | None = None
     num_shards: int | None = None
     num_ranks: int | None = None
     gather_over_hosts: Callable[[Any], list[Any] | None] | None = None
+    process_second_loader: Callable[[Any], Any] | None = None
+    user_loader_of: Callable[[Any], Any] | None = None
 
     @property
     def loss_scales(self) -> list[LossScale]:

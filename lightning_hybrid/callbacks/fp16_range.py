@@ -129,10 +129,11 @@ def half_precision_report(
     with isolate_rng(), generators_kept(batches), torch.enable_grad():
         for index, batch in enumerate(islice(batches, num_batches)):
             moved = shadow._apply_batch_transfer_handler(batch, shadow.device)
-            if hasattr(batches, "on_device"):
+            on_device = getattr(batches, "on_device", None)
+            if callable(on_device):
                 # Loaders of this library may process batches on the device, for example to
                 # normalise images that are sent as uint8.
-                moved = batches.on_device(moved)
+                moved = on_device(moved)
             output = shadow.training_step(*(moved, index)[:num_arguments])
             loss = output["loss"] if isinstance(output, Mapping) else output
             if loss is not None:  # None means that the step skips this batch

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -60,12 +60,14 @@ class RecalibrateBatchNorm(Callback):
             batches, with at least one batch per rank.
         forward: Function that runs the network on a batch, called as `forward(module, batch)`. If
             None, `module(batch)` is called, or `module(batch[0])` if a batch is a pair such as
-            images and labels.
+            images and labels. With several training loaders, the batch is the one that
+            `training_step` receives.
 
     Raises:
         ValueError: `num_images` is below 1.
         RuntimeError: The trainer has no training data, for example because `trainer.test` was
-            called without a fit or a data module.
+            called without a fit or a data module, or because the data module creates its training
+            data only for a fit.
 
     Source: Wu & Johnson 2021 (arXiv:2105.07576), "precise BatchNorm".
     """
@@ -151,12 +153,8 @@ class RecalibrateBatchNorm(Callback):
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
         """Yield batches of a new training loader, moved to the device."""
         loader: Any = new_train_loader(trainer, asked_by="RecalibrateBatchNorm")
-        if isinstance(loader, DataLoader):
-            loader = copy(loader)
-            loader._iterator = None  # the persistent workers are in the middle of the epoch
         with generators_kept(loader):
-            loader = trainer.strategy.process_dataloader(loader)
-            batches = iter(loader)
+            batches = iter(_processed(trainer, loader))
             first = next(batches)
             global_batch_size = extract_batch_size(first) * trainer.world_size
             num_batches = max(1, self.num_images // global_batch_size)
@@ -263,13 +261,18 @@ def _merged(first: Tensor, second: Tensor) -> Tensor:
 @contextmanager
 def generators_kept(loader: Any) -> Iterator[None]:
     """Restore the random number generators of a loader and its samplers when the context exits."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ]
+    loaders = [loader]
+    if isinstance(loader, SeveralLoaders):
+        loaders = loader.combined.flattened
+    holders = []
+    for single_loader in loaders:
+        batch_sampler = getattr(single_loader, "batch_sampler", None)
+        holders += [
+            single_loader,
+            getattr(single_loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        ]
     torch_states = []
     numpy_states = []
     for holder in holders:
@@ -330,34 +333,112 @@ def _normalizing_by_batch(
             counter.copy_(count)
 
 
+class SeveralLoaders:
+    """Loader of the batches of several training loaders, which it combines as in training.
+
+    Args:
+        combined: Combination of the loaders, over which nothing else iterates.
+    """
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self.combined = combined
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, _, _ in self.combined:
+            yield batch
+
+
 def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
     """Create a second training loader, so that the one in use keeps its position in the epoch.
+
+    If there are several training loaders, the result is a `SeveralLoaders`.
 
     Args:
         trainer: The trainer.
         asked_by: Name of the callback, for the error message.
 
     Raises:
-        RuntimeError: The trainer has no source of training data.
+        RuntimeError: The trainer has no source of training data, or the source cannot create a
+            loader without a fit.
     """
     fit_source = trainer.fit_loop._data_source
     source = trainer.datamodule
     if not source:
         source = fit_source.instance if fit_source.is_defined() else None
+    if source is None:
+        raise _no_training_data("none", asked_by)
     is_module = isinstance(source, pl.LightningModule | pl.LightningDataModule)
-    if source is None or (hasattr(source, "state_dict") and not is_module):
-        description = "none"
-        if source is not None:
-            description = f"a `{type(source).__name__}`, whose position in the epoch would be lost"
-        raise RuntimeError(
-            f"`{asked_by}` needs training data to create a loader from, but found {description}. Pass a "
-            "data module to `trainer.fit` and `trainer.test`."
+    loaders = source
+    if is_module:
+        loaders = _requested_loaders(trainer, source, asked_by)
+
+    user_loader_of = run_status(trainer).user_loader_of
+    if isinstance(loaders, CombinedLoader):
+        combined = copy(loaders)
+    else:
+        combined = CombinedLoader(loaders, "max_size_cycle")
+    new_loaders = []
+    for loader in combined.flattened:
+        user_loader = loader
+        if user_loader_of is not None:
+            # The user's `CombinedLoader` may hold the loaders that training iterates over.
+            user_loader = user_loader_of(loader)
+        if hasattr(user_loader, "state_dict") and not is_module:
+            kind = type(user_loader).__name__
+            raise _no_training_data(
+                f"a `{kind}`, whose position in the epoch would be lost", asked_by
+            )
+        # This adds a DistributedSampler where Lightning would add one.
+        new_loader = trainer._data_connector._prepare_dataloader(
+            user_loader, shuffle=True, mode=RunningStage.TRAINING
         )
-    loader = source.train_dataloader() if is_module else source
-    # This adds a DistributedSampler where Lightning would add one.
-    return trainer._data_connector._prepare_dataloader(
-        loader, shuffle=True, mode=RunningStage.TRAINING
+        new_loaders.append(new_loader)
+    if combined.iterables is combined.flattened[0]:
+        return new_loaders[0]
+    combined.flattened = new_loaders
+    return SeveralLoaders(combined)
+
+
+def _no_training_data(description: str, asked_by: str) -> RuntimeError:
+    return RuntimeError(
+        f"`{asked_by}` needs training data to create a loader from, but found {description}. Pass a "
+        "data module to `trainer.fit` and `trainer.test`."
     )
+
+
+def _requested_loaders(trainer: Any, source: Any, asked_by: str) -> Any:
+    """Return the training loaders of a module or data module.
+
+    Raises:
+        RuntimeError: The source has no training data, because Lightning has not set it up for a
+            fit.
+    """
+    try:
+        return source.train_dataloader()
+    except Exception as error:
+        if trainer.state.fn == "fit":
+            raise
+        stage = trainer.state.fn.value
+        raise RuntimeError(
+            f"`{asked_by}` needs training data, but `{type(source).__name__}.train_dataloader` raised "
+            f"{type(error).__name__}: {error}. `trainer.{stage}` calls only `setup(stage={stage!r})`. Create the "
+            f"training data set in every stage of `setup`, or call `trainer.{stage}` without `{asked_by}`."
+        ) from error
+
+
+def _processed(trainer: pl.Trainer, loader: Any) -> Any:
+    """Return a loader whose batches the strategy moves to the device in advance."""
+    if isinstance(loader, SeveralLoaders):
+        combined = loader.combined
+        combined.flattened = [_processed(trainer, single) for single in combined.flattened]
+        return loader
+    if isinstance(loader, DataLoader):
+        loader = copy(loader)
+        loader._iterator = None  # the persistent workers are in the middle of the epoch
+    process = run_status(trainer).process_second_loader
+    if process is None:
+        process = trainer.strategy.process_dataloader
+    return process(loader)
 
 
 def _to_device(trainer: pl.Trainer, batch: Any) -> Any:
@@ -373,7 +454,14 @@ def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
         )
     if isinstance(batch, tuple | list):
         return module(batch[0])
-    return module(batch)
+    try:
+        return module(batch)
+    except Exception as error:
+        error.add_note(
+            f"`RecalibrateBatchNorm` called `forward` with a whole batch (={type(batch).__name__}). If `forward` takes "
+            "a part of it, set `RecalibrateBatchNorm(forward=lambda module, batch: module(batch[...]))`."
+        )
+        raise
 
 
 def _update_averages(trainer: pl.Trainer, module: nn.Module) -> None:

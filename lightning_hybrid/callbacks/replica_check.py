@@ -53,9 +53,10 @@ class _RankState(NamedTuple):
 class ReplicaCheck(Callback):
     """Callback for checking regularly that weights and optimizer state are identical on all ranks.
 
-    All bits are compared. The check also covers the loss scales and the settings that determine the
-    data order: seed, epoch and number of shards (`order_of`). Ranks can diverge after a bit flip,
-    if some code runs only on some ranks, or if ranks load different libraries or checkpoints.
+    All bits are compared. The check also covers the loss scales. If one data order is divided among
+    the ranks, it covers the settings of this order: seed, epoch and number of shards (`order_of`).
+    Ranks can diverge after a bit flip, if some code runs only on some ranks, or if ranks load
+    different libraries or checkpoints.
 
         c_r = fingerprint of (fingerprints of tensors 0, 1, ..., tensor names, data order)           on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
@@ -144,7 +145,7 @@ class ReplicaCheck(Callback):
                 parts[name] = fingerprint
             else:
                 replicated[name] = fingerprint
-        order = order_of(trainer.train_dataloader)
+        order = _order_of_run(trainer)
 
         combined = self._combine_with_names(replicated, order)
         # The maximum is the complement of the minimum of all complements, so one collective finds
@@ -200,7 +201,7 @@ class ReplicaCheck(Callback):
         fingerprints = {}
         for name, tensor in tensors_of_replica(trainer):
             fingerprints[name] = int(self._fingerprint.of(tensor))
-        order = order_of(trainer.train_dataloader)
+        order = _order_of_run(trainer)
         gathered = gather((host_identity()[0], fingerprints, order))
         if gathered is None:
             return
@@ -269,14 +270,26 @@ class ReplicaCheck(Callback):
         )
 
 
+def _order_of_run(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return `order_of` the training loaders, or no settings if each rank may have data of its own."""
+    if run_status(trainer).has_uneven_batches:
+        return {}
+    return order_of(trainer.train_dataloader)
+
+
 def order_of(loaders: Any) -> dict[str, Any]:
     """Return the settings of loaders that determine the data order and must agree on all ranks.
+
+    Only loaders that divide one order among the ranks have such settings. Any other loader may have
+    its own data or its own seed on each rank.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=True, seed=7)
     >>> order = order_of(DataLoader(range(10), batch_size=5, sampler=sampler))
     >>> order["seed"], order["num_replicas"], order["number of batches"], order["number of samples"]
     (7, 2, 1, 10)
+    >>> order_of(DataLoader(range(10), batch_size=5))
+    {}
     """
     all_loaders = tree_leaves(loaders)
     order: dict[str, Any] = {}
@@ -286,9 +299,12 @@ def order_of(loaders: Any) -> dict[str, Any]:
         sources = (
             loader,
             getattr(loader, "sampler", None),
+            batch_sampler,
             getattr(batch_sampler, "sampler", None),
             getattr(loader, "order", None),
         )
+        if not any(_divides_order(source) for source in sources):
+            continue
         for source in sources:
             for name in _ORDER_SETTINGS:
                 value = getattr(source, name, None)
@@ -297,6 +313,18 @@ def order_of(loaders: Any) -> dict[str, Any]:
         order[f"number of batches{suffix}"] = _length(loader)
         order[f"number of samples{suffix}"] = _length(getattr(loader, "dataset", None))
     return order
+
+
+def _divides_order(source: Any) -> bool:
+    """Return whether a sampler or an `EpochOrder` divides one order of samples among several ranks.
+
+    Objects are recognised by their attributes, because a loader with exact resume has a wrapper of
+    the `DistributedSampler`.
+    """
+    num_shards = getattr(source, "num_replicas", None)
+    if hasattr(source, "global_batch_size"):
+        num_shards = getattr(source, "world_size", None)
+    return isinstance(num_shards, int) and num_shards > 1
 
 
 def _length(sized: Any) -> int | None:

@@ -67,18 +67,18 @@ class StopOnSignal(Callback):
     Args:
         dirpath: Folder for the checkpoint. If None, the folder of the first `ModelCheckpoint` or
             the trainer's `default_root_dir` is used.
-        signals: Names of the signals to handle, in addition to SLURM's.
+        signals: Name or names of the signals to handle, in addition to SLURM's.
         every_n_steps: Number of steps between two checks over all ranks. A single rank checks after
             every step.
 
     Raises:
-        ValueError: A signal is unknown, or `every_n_steps` is not a positive integer.
+        ValueError: A signal is unknown or a number, or `every_n_steps` is not a positive integer.
     """
 
     def __init__(
         self,
         dirpath: str | None = None,
-        signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
+        signals: str | tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
         why = (
@@ -88,7 +88,8 @@ class StopOnSignal(Callback):
         every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why)
         self.dirpath = dirpath
-        self.signals = [_signal_of(name) for name in signals]
+        names = [signals] if isinstance(signals, str) else signals
+        self.signals = [_signal_of(name) for name in names]
         self.every_n_steps = every_n_steps
         self._num_steps = 0  # steps begun since the last check, including the step of the check
         self._request = NO  # request of this rank
@@ -340,6 +341,11 @@ def _is_main_thread() -> bool:
 
 
 def _signal_of(name: str) -> signal.Signals:
+    if isinstance(name, int):
+        raise ValueError(
+            f"`signals` (={name!r}) must be names of signals, but this is a number. Set signals=['SIGTERM'], for "
+            "example."
+        )
     try:
         return signal.Signals[name]
     except KeyError:

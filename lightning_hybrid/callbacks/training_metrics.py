@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -32,6 +33,7 @@ class TrainingMetrics(Callback):
     loss is averaged over ranks. Therefore *every rank must have this callback.* Metrics that do not
     apply are omitted, such as trust ratios without LARS or LAMB. Times are measured on rank zero
     between two logged steps, without validation. Throughput assumes equal batch sizes on all ranks.
+    It is omitted, with a warning, if the number of samples in a batch is unknown.
 
     Args:
         skip_steps: Number of initial steps for which no times are logged, because memory is
@@ -79,15 +81,16 @@ class TrainingMetrics(Callback):
 
         self._last_step = 0
         self._num_steps = 0  # since the start of this process
-        self._lr: Any = 0.0
+        self._lr: float | Tensor | None = None
         self._momentum: float | None = None
         self._validation_began_s = 0.0
         # Counters since the last logged step.
-        self._window_images = 0
+        self._window_images: int | None = 0  # None if a batch has an unknown number of samples
         self._window_first_step = 0
         self._window_began_s = 0.0
         self._window_validation_s = 0.0
         self._window_is_warm = False
+        self._has_warned = False
 
     def reads_gradients(self, trainer: pl.Trainer) -> bool:
         """Return whether this callback reads `p.grad` after the current step."""
@@ -118,9 +121,13 @@ class TrainingMetrics(Callback):
 
         At the end of the batch the optimizer already has the values of the next step.
         """
-        group = trainer.optimizers[0].param_groups[0]
-        self._lr = group["lr"]
-        self._momentum = momentum_of(group)
+        self._lr = None
+        self._momentum = None
+        # Without `configure_optimizers`, the optimizer is missing or has no groups.
+        for optimizer in trainer.optimizers[:1]:
+            for group in optimizer.param_groups[:1]:
+                self._lr = group["lr"]
+                self._momentum = momentum_of(group)
 
     def on_train_batch_end(
         self,
@@ -131,7 +138,7 @@ class TrainingMetrics(Callback):
         batch_idx: int,
     ) -> None:
         """Count images and steps, and log all metrics at logged steps."""
-        self._window_images += num_images(batch) * _num_shards(trainer)
+        self._count_images(trainer, batch)
         if trainer.global_step == self._last_step:  # gradients are being accumulated
             return
         self._last_step = trainer.global_step
@@ -139,6 +146,21 @@ class TrainingMetrics(Callback):
         if is_logged_step(trainer):
             self._log(trainer, pl_module, outputs)
             self._begin_window(trainer)
+
+    def _count_images(self, trainer: pl.Trainer, batch: Any) -> None:
+        if self._window_images is None:
+            return
+        try:
+            self._window_images += num_images(batch) * _num_shards(trainer)
+        except ValueError:
+            self._window_images = None
+            if not self._has_warned:
+                rank_zero_warn(
+                    "`TrainingMetrics` does not log throughput, because the number of samples in a batch of type "
+                    f"`{type(batch).__name__}` is unknown. Return a batch with a tensor that has one row per sample "
+                    "to log it."
+                )
+            self._has_warned = True
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
         status = run_status(trainer)
@@ -148,7 +170,8 @@ class TrainingMetrics(Callback):
         clock_values = self._clock_metrics(trainer, comm, status.link_bytes_per_s)
         values = self._train_metrics(trainer, outputs, status) | comm_report.byte_metrics(comm)
         if self.with_trust_ratios and pl_module.automatic_optimization:
-            values |= trust_ratio_metrics(trainer.optimizers[0], status)
+            for optimizer in trainer.optimizers[:1]:
+                values |= trust_ratio_metrics(optimizer, status)
         values[m.PEAK_MEMORY_BYTES] = float(peak_memory_bytes(pl_module.device))
         pl_module.log_dict(values | clock_values, batch_size=1)
 
@@ -163,16 +186,19 @@ class TrainingMetrics(Callback):
     def _train_metrics(
         self, trainer: pl.Trainer, outputs: Any, status: RunStatus
     ) -> dict[str, float]:
-        values = {m.TRAIN_LR: float(self._lr)}
+        values: dict[str, float] = {}
+        if self._lr is not None:
+            values[m.TRAIN_LR] = float(self._lr)
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
         # With manual optimization, some or all ranks may return no loss. The loss of a repeated
         # batch does not count. Each rank therefore contributes its loss and its number of losses.
         loss_and_number = torch.zeros(2, device=trainer.strategy.root_device)
-        if outputs and "loss" in outputs and not status.repeats_batch:
+        loss = _loss_of(outputs)
+        if loss is not None and not status.repeats_batch:
             # Lightning divides the loss of a batch by the number of batches of a step.
             loss_and_number = loss_and_number.new_tensor((0.0, 1.0))
-            loss_and_number[0] = outputs["loss"].float() * trainer.accumulate_grad_batches
+            loss_and_number[0] = loss * trainer.accumulate_grad_batches
         total, num_ranks = trainer.strategy.reduce(loss_and_number, reduce_op="sum")
         if num_ranks:
             values[m.TRAIN_LOSS] = float(total / num_ranks)
@@ -189,19 +215,25 @@ class TrainingMetrics(Callback):
         elapsed_s = perf_counter() - self._window_began_s - self._window_validation_s
         if not self._window_is_warm:
             return {}
-        images_per_s = self._window_images / elapsed_s
-        values = {m.IMAGES_PER_S: images_per_s}
+        values = self._throughput_metrics(trainer, elapsed_s)
         waits_s = _take_waits_s(trainer)
         if waits_s:
             values[m.DATA_WAIT_S] = sum(waits_s) / (self._num_steps - self._window_first_step)
+        return values | comm_report.clock_metrics(
+            comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s
+        )
+
+    def _throughput_metrics(self, trainer: pl.Trainer, elapsed_s: float) -> dict[str, float]:
+        if self._window_images is None:
+            return {}
+        images_per_s = self._window_images / elapsed_s
+        values = {m.IMAGES_PER_S: images_per_s}
         if self.flops_per_image is not None:
             values[m.FLOPS_PER_S] = images_per_s * self.flops_per_image
             if self.peak_flops_per_s is not None:
                 num_ranks = run_status(trainer).num_ranks or trainer.world_size
                 values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * num_ranks)
-        return values | comm_report.clock_metrics(
-            comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s
-        )
+        return values
 
 
 def is_logged_step(trainer: Any, *, is_next: bool = False) -> bool:
@@ -279,6 +311,17 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
             for name, value in zip(m.TRUST_RATIOS, statistics, strict=True):
                 values[m.with_index(name, index)] = value
     return values
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    """Return the loss that a training step returned, or None if it returned none or several values.
+
+    With manual optimization, a step may return anything under the name "loss".
+    """
+    loss = outputs.get("loss") if outputs else None
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.detach().float().reshape(())
+    return None
 
 
 def _num_shards(trainer: pl.Trainer) -> int:

@@ -39,7 +39,9 @@ def can_be_exact(loader: object) -> bool:
 def exact(loader: DataLoader[Any], reader: Reader) -> Any:
     """Return a copy of a loader that can resume exactly in the middle of an epoch.
 
-    The user's own object is not changed.
+    Attributes of the user's own object stay equal to those of the copy, except for its samplers. A change by user code
+    takes effect with the next batch, and changes by methods of the copy are visible in the user's object. Workers keep
+    the attributes with which they were started.
     """
     copied = copy_of_loader(loader)
     copied.__class__ = type(

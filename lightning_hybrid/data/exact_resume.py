@@ -32,6 +32,7 @@ from lightning_hybrid.data.random_streams import (
     state_of_stream,
     stream_names,
 )
+from lightning_hybrid.data.same_attributes import SameAttributes
 from lightning_hybrid.data.step_layout import StepLayout
 from lightning_hybrid.data.training_pass import TrainingPass
 from lightning_hybrid.lightning_names import lightning_function
@@ -108,6 +109,7 @@ class ExactResume:
         index_lists = IndexLists(getattr(user_loader, sampler_name), self)
         # `DataLoader` does not allow setting it.
         object.__setattr__(loader, sampler_name, index_lists)
+        self._same_attributes = SameAttributes(user_loader, loader)
 
     def without_resume(self) -> DataLoader[Any]:
         """Return a loader of the user's class without exact resume.
@@ -148,9 +150,9 @@ class ExactResume:
         of_user_class = self.loader.of_user_class()
         if hasattr(of_user_class, "load_state_dict"):
             return of_user_class
-        if self.loader.num_workers == 0 and hasattr(self.loader.dataset, "load_state_dict"):
-            return self.loader.dataset
-        return None
+        dataset = self.loader.dataset
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        return dataset if has_state and self.loader.num_workers == 0 else None
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -289,6 +291,7 @@ class ExactResume:
 
         The iteration begins at the position returned by the reader.
         """
+        self._same_attributes.update()
         place = self.reader.place_of(self)
         if place.cycle and not self.has_begun and not self._has_ended_once:
             # Lightning then requests another iterator, and records that this loader was exhausted once.
@@ -375,6 +378,7 @@ class ExactResume:
                 batches: Iterator[Any] = self.loader.of_user_class().__iter__()
         finally:
             self.loader.generator = generator
+        self._same_attributes.update()
 
         if self.is_stream:
             num_before = self._batches_of_epoch
@@ -442,12 +446,14 @@ class ExactResume:
     def read(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, and advance the training position."""
         current = self.current
+        self._same_attributes.update()
         with (
             nullcontext()
             if self.loader.num_workers
             else self.seeded_for(CONTENT, current.batches_done)
         ):
             batch = next(batches, END)
+        self._same_attributes.update()
         if batch is END:
             current.is_exhausted = True
             if current.expects_batch:

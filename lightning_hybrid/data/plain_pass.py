@@ -47,14 +47,19 @@ def copy_of_loader(loader: DataLoader[Any]) -> Any:
     copied = copy.copy(loader)
     copied._iterator = None  # persistent workers belong to the original loader
     for name, value in vars(loader).items():
-        if not is_bound_to(loader, value):
-            continue
-        if isinstance(value, partial):
-            method = MethodType(value.func.__func__, copied)  # type: ignore[attr-defined]
-            setattr(copied, name, partial(method, *value.args, **value.keywords))
-        else:
-            setattr(copied, name, MethodType(value.__func__, copied))
+        if is_bound_to(loader, value):
+            setattr(copied, name, rebound(value, loader, copied))
     return copied
+
+
+def rebound(value: Any, loader: DataLoader[Any], target: DataLoader[Any]) -> Any:
+    """Return `value`, bound to `target` if it is a bound method of `loader`."""
+    if not is_bound_to(loader, value):
+        return value
+    if isinstance(value, partial):
+        method = MethodType(value.func.__func__, target)  # type: ignore[attr-defined]
+        return partial(method, *value.args, **value.keywords)
+    return MethodType(value.__func__, target)
 
 
 def is_bound_to(loader: DataLoader[Any], value: Any) -> bool:

@@ -91,7 +91,9 @@ class DevicePrefetcher(LoaderInPlace):
     ) -> None:
         self._loader: Any = loader
         self._device = device
-        self._on_device: Callable[[Any], Any] | None = getattr(loader, "on_device", None)
+        # A user's own loader may have an attribute of this name with another meaning.
+        on_device = getattr(loader, "on_device", None)
+        self._on_device: Callable[[Any], Any] | None = on_device if callable(on_device) else None
         self._compute_dtype = compute_dtype
         self._is_training = is_training
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -223,9 +225,9 @@ class _Batches(Iterator[Any]):
 
 
 def _reads_ahead(loader: object) -> bool:
-    return (isinstance(loader, DataLoader) and loader.num_workers > 0) or bool(
-        getattr(loader, "reads_ahead", False)
-    )
+    if isinstance(loader, DataLoader) and loader.num_workers > 0:
+        return True
+    return getattr(loader, "reads_ahead", False) is True
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):

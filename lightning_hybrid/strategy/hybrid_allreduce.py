@@ -148,7 +148,10 @@ class HybridAllReduce(HalfPrecisionDDP):
         )
 
     def _run_status_fields(self) -> dict[str, Any]:
-        return super()._run_status_fields() | self._extensions.status()
+        fields = super()._run_status_fields() | self._extensions.status()
+        fields["process_second_loader"] = self._process_second_loader
+        fields["user_loader_of"] = self._loaders.user_loader_of
+        return fields
 
     # ---- setup -------------------------------------------------------------------------------
 
@@ -206,6 +209,10 @@ class HybridAllReduce(HalfPrecisionDDP):
         loader = super().process_dataloader(dataloader)
         dtype = self._masters.dtype
         return self._loaders.process(loader, self._module, self.root_device, dtype)
+
+    def _process_second_loader(self, loader: Any) -> Any:
+        dtype = self._masters.dtype
+        return self._loaders.process_second(loader, self._module, self.root_device, dtype)
 
     # ---- step --------------------------------------------------------------------------------
 

@@ -131,23 +131,15 @@ class TrainingLoaders:
             device: The device of this rank.
             compute_dtype: The dtype of forward and backward in half precision, or None.
         """
-        from lightning_hybrid.data.prefetch import prefetch, unwrapped
+        from lightning_hybrid.data.prefetch import unwrapped
 
         trainer = module.trainer
         is_of_training = trainer.state.fn == "fit" and trainer.training
-        moves_batches = user_moves_batches(module)
-
-        def with_prefetcher(inner: Any, is_training: IteratorsOfTraining | None = None) -> Any:
-            # Hooks of the user that move batches receive batches in host memory.
-            if moves_batches:
-                return inner
-            return prefetch(inner, device, compute_dtype, is_training)
-
+        with_prefetcher = _prefetcher_for(module, device, compute_dtype)
         if is_of_training:
             loader = unwrapped(loader)
         # Loaders of `lightning_hybrid.data` resume at the trainer's counters.
-        if hasattr(loader, "bind_trainer"):
-            loader.bind_trainer(trainer)
+        if _bind_trainer(loader, trainer):
             self._has_loader_of_data = is_of_training and self._resumes_by_counters()
         # Lightning looks for a `DataLoader`, which the prefetcher will hide.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(
@@ -156,6 +148,33 @@ class TrainingLoaders:
         if not is_of_training:
             return self._evaluation.wrap(loader, trainer, with_prefetcher)
         return self._wrap_training_loader(loader, trainer, with_prefetcher)
+
+    def process_second(
+        self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None
+    ) -> Any:
+        """Prepare a loader that a callback reads next to Lightning's own loaders.
+
+        The loader yields its batches unchanged in every stage, even if evaluation is exact. It moves them to the device
+        in advance.
+
+        Args:
+            loader: The loader of the callback.
+            module: The user's module.
+            device: The device of this rank.
+            compute_dtype: The dtype of forward and backward in half precision, or None.
+        """
+        trainer = module.trainer
+        _bind_trainer(loader, trainer)
+        lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(
+            loader, trainer.global_rank
+        )
+        return _prefetcher_for(module, device, compute_dtype)(loader)
+
+    def user_loader_of(self, loader: Any) -> Any:
+        """Return the user's loader behind a training loader that `process` returned."""
+        from lightning_hybrid.data.prefetch import unwrapped
+
+        return unwrapped(loader)
 
     def _resumes_by_counters(self) -> bool:
         """Return whether loaders of `lightning_hybrid.data` resume from the trainer's batch counters."""
@@ -476,6 +495,32 @@ class TrainingLoaders:
                 state = next(states_for_lightning)
             states.append(state)
         loop["combined_loader"] = states
+
+
+def _bind_trainer(loader: Any, trainer: Any) -> bool:
+    """Set the trainer of a loader of `lightning_hybrid.data`, and return whether it is one."""
+    bind_trainer = getattr(loader, "bind_trainer", None)
+    if not callable(bind_trainer):
+        return False
+    bind_trainer(trainer)
+    return True
+
+
+def _prefetcher_for(
+    module: Any, device: torch.device, compute_dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    """Return a function that wraps a loader in a prefetcher, unless hooks of the module move batches."""
+    from lightning_hybrid.data.prefetch import prefetch
+
+    moves_batches = user_moves_batches(module)
+
+    def with_prefetcher(inner: Any, is_training: IteratorsOfTraining | None = None) -> Any:
+        # Hooks of the user that move batches receive batches in host memory.
+        if moves_batches:
+            return inner
+        return prefetch(inner, device, compute_dtype, is_training)
+
+    return with_prefetcher
 
 
 def _unchanged(loader: Any) -> Any:

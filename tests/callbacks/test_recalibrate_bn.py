@@ -1,11 +1,13 @@
 """Recalibrated BatchNorm statistics, compared with one pass over all images, on any number of ranks."""
 
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -13,7 +15,7 @@ from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNo
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.digits import DigitsDataModule
 from tests import toy
-from tests.scenes import same
+from tests.scenes import fit, same
 
 NUM_IMAGES = 256
 
@@ -240,6 +242,99 @@ def test_a_pass_over_a_loader_that_draws_from_the_global_stream_moves_no_dropout
 
 def test_training_in_half_precision_has_the_same_bits_with_and_without(two_ranks):
     assert two_ranks.run(with_and_without, 0, "16-true") == [True, True]
+
+
+def through_net(module, batch):
+    return module.net(batch[0])
+
+
+def test_exact_evaluation_does_not_change_the_batches_of_the_recalibration(two_ranks):
+    """Each rank has 5 of 9 training samples in one batch, which exact evaluation would split."""
+    scene = {
+        "train": partial(toy.loader, 9, 5),
+        "val": toy.loader,
+        "callbacks": [partial(RecalibrateBatchNorm, 32, through_net)],
+        "max_epochs": 1,
+    }
+    exact = fit(two_ranks, exact_evaluation=True, **scene)
+    padded = fit(two_ranks, exact_evaluation=False, **scene)
+    for rank in range(2):
+        assert same(exact[rank].weights, padded[rank].weights), f"rank {rank}"
+
+
+class OfTwoLoaders(toy.Toy):
+    def train_dataloader(self):
+        return {"images": toy.loader(32), "others": toy.loader(64)}
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["images"], batch_idx)
+
+
+def through_net_of_images(module, batch):
+    return module.net(batch["images"][0])
+
+
+def test_several_training_loaders_are_combined_as_in_training():
+    """The statistics equal those of a run whose only loader has the same images."""
+    scene = {"val": toy.loader, "limit_train_batches": 4, "max_epochs": 1}
+    of_two = fit(
+        module=OfTwoLoaders,
+        train=None,
+        callbacks=[partial(RecalibrateBatchNorm, 32, through_net_of_images)],
+        **scene,
+    )
+    of_one = fit(
+        train=partial(toy.loader, 32),
+        callbacks=[partial(RecalibrateBatchNorm, 32, through_net)],
+        **scene,
+    )
+    assert same(of_two.weights, of_one.weights)
+
+
+def two_combined_loaders():
+    return CombinedLoader({"images": toy.loader(32), "others": toy.loader(64)}, "min_size")
+
+
+def test_a_combined_loader_of_the_user_keeps_its_place_in_training():
+    scene = {"val": toy.loader, "val_check_interval": 2, "train": two_combined_loaders}
+    callbacks = [partial(RecalibrateBatchNorm, 32, through_net_of_images)]
+    recalibrated = fit(module=OfTwoLoaders, callbacks=callbacks, **scene)
+    plain = fit(module=OfTwoLoaders, **scene)
+    assert recalibrated.losses == plain.losses
+
+
+class ForwardOfImages(OfTwoLoaders):
+    def forward(self, images):
+        return self.net(images)
+
+
+def test_a_forward_that_takes_a_part_of_the_batch_is_told_the_option():
+    scene = {"val": toy.loader, "callbacks": [partial(RecalibrateBatchNorm, 32)], "raises": True}
+    error = fit(module=ForwardOfImages, train=None, **scene).error
+    assert "`RecalibrateBatchNorm` called `forward` with a whole batch (=dict)" in error
+    assert "RecalibrateBatchNorm(forward=" in error
+
+
+class TrainsOnlyInFit(pl.LightningDataModule):
+    def setup(self, stage):
+        if stage == "fit":
+            self.train_set = toy.Blobs()
+
+    def train_dataloader(self):
+        return DataLoader(self.train_set, 8)
+
+    def val_dataloader(self):
+        return toy.loader()
+
+
+def test_validation_without_training_data_names_the_stage_and_the_cure():
+    words = (
+        r"`RecalibrateBatchNorm` needs training data, but `TrainsOnlyInFit.train_dataloader` raised AttributeError: "
+        r".*train_set.*calls only `setup\(stage='validate'\)`. Create the training data set in every stage"
+    )
+    trainer = toy.trainer(callbacks=RecalibrateBatchNorm(32, through_net))
+    with pytest.raises(RuntimeError, match=words):
+        trainer.validate(toy.Toy(), TrainsOnlyInFit(), verbose=False)
 
 
 class WithoutForward(Digits):

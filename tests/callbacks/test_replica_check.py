@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
 from lightning_hybrid.callbacks.replica_check import order_of
@@ -199,3 +199,36 @@ def test_another_seed_of_the_data_on_one_rank_is_an_error_on_both_before_the_fir
         assert seeds in seen.error, f"on rank {rank}"
         assert "ranks 0, 1 are on host " in seen.error.lower(), f"on rank {rank}"
         assert seen.global_step == 0, f"on rank {rank}"
+
+
+class SeedOfRank(Sampler):
+    """Sampler with a seed of its own on each rank, as users write it with `use_distributed_sampler=False`."""
+
+    def __init__(self):
+        self.seed = dist.get_rank()
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        return iter(torch.randint(64, (16,), generator=generator).tolist())
+
+
+def with_a_sampler_for_each_rank():
+    return DataLoader(toy.Blobs(), batch_size=8, sampler=SeedOfRank())
+
+
+def with_data_for_each_rank():
+    return toy.loader(16 + 8 * dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("train", "options"),
+    [(with_a_sampler_for_each_rank, {}), (with_data_for_each_rank, {"uneven_batches": "join"})],
+    ids=["own sampler", "own data"],
+)
+def test_ranks_with_data_of_their_own_have_no_common_order(two_ranks, train, options):
+    options = {"use_distributed_sampler": False, "callbacks": [ReplicaCheck(1)], **options}
+    for rank, seen in enumerate(fit(two_ranks, train=train, raises=True, **options)):
+        assert seen.error == "", f"on rank {rank}"

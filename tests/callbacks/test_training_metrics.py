@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.utils.data import DataLoader
 
@@ -16,6 +17,7 @@ from lightning_hybrid.optim import LARS, param_groups
 from tests import toy
 from tests.callbacks.support import TWO_STEPS, WINDOWS, Module, counting, fit, rows_of, seen
 from tests.scenes import at
+from tests.scenes import fit as run
 
 
 def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
@@ -266,3 +268,70 @@ def validate_before_fitting():
 
 def test_validation_before_any_fit_needs_no_clock_of_training(one_rank):
     assert one_rank.run(validate_before_fitting) == [TrainerStatus.FINISHED]
+
+
+class Graphs:
+    """Batch of one object without rows, as libraries for graphs return it."""
+
+    def __init__(self, samples):
+        self.images = torch.stack([image for image, _ in samples])
+        self.targets = torch.stack([target for _, target in samples])
+
+    def to(self, device):
+        return self
+
+
+class OfGraphs(toy.Toy):
+    def loss(self, batch):
+        return super().loss((batch.images, batch.targets))
+
+
+def test_batches_without_rows_have_no_throughput_and_one_warning():
+    train = DataLoader(toy.Blobs(), batch_size=8, collate_fn=Graphs)
+    metrics = TrainingMetrics(skip_steps=0, flops_per_image=1e9, peak_flops_per_s=1e11)
+    scene = {"callbacks": lambda: metrics, "log_every_n_steps": 1}
+    result = run(module=OfGraphs, train=train, warns=True, **scene)
+    assert list(result.column(m.TRAIN_LOSS)) == list(range(1, 17))
+    for name in (m.IMAGES_PER_S, m.FLOPS_PER_S, m.MFU):
+        assert result.column(name) == {}, name
+    (warning,) = [text for text in result.warnings if "TrainingMetrics" in text]
+    assert "number of samples in a batch of type `Graphs` is unknown" in warning
+
+
+class Manual(toy.Toy):
+    """Module with manual optimization, whose step returns something under the name "loss"."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.automatic_optimization = False
+        self.returned = returned
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        return {"loss": self.returned}
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [(torch.ones(3), {}), (torch.full((1, 1), 2.0), {4: 2.0, 8: 2.0})],
+    ids=["vector", "one element"],
+)
+def test_the_loss_of_manual_optimization_is_logged_if_it_has_one_element(returned, expected):
+    scene = {"log_every_n_steps": 4, "max_epochs": 1, "callbacks": TrainingMetrics}
+    assert run(module=partial(Manual, returned), **scene).column(m.TRAIN_LOSS) == expected
+
+
+class WithoutOptimizer(Module):
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_without_an_optimizer_the_other_metrics_are_logged():
+    logger, _, _ = fit(module=WithoutOptimizer, validate=False, precision="32-true")
+    names = {name for _, row in logger.rows for name in row}
+    assert m.TRAIN_LOSS in names
+    assert not names & {m.TRAIN_LR, m.TRAIN_MOMENTUM, *m.TRUST_RATIOS}

@@ -12,6 +12,8 @@ from lightning_hybrid.data.prefetch import _reads_ahead, prefetch
 from recipes.datasets.images.loader import ImageEvalLoader, ImageTrainLoader
 from recipes.datasets.images.normalize import NormalizeOnDevice
 from recipes.datasets.in_memory.loader import TrainLoader
+from tests import toy
+from tests.scenes import fit
 
 CPU = torch.device("cpu")
 
@@ -190,3 +192,20 @@ def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
         assert result.device == found_labels.device == device
         assert result.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(result.cpu(), expected)
+
+
+class OtherMeaning(DataLoader):
+    """Loader of a user whose attributes have the names that the loaders of this package use."""
+
+    on_device = "cpu"
+    bind_trainer = False
+
+    def reads_ahead(self):
+        return False
+
+
+def test_attributes_of_a_users_loader_with_another_meaning_are_not_used():
+    result = fit(train=OtherMeaning(toy.Blobs(), batch_size=8), max_epochs=1)
+    plain = fit(train=toy.loader(), max_epochs=1)
+    assert result.losses == plain.losses
+    assert not _reads_ahead(OtherMeaning(toy.Blobs()))

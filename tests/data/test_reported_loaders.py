@@ -416,3 +416,100 @@ def test_a_stream_resumes_after_whole_steps_of_the_interrupted_run(tmp_path):
         "`accumulate_grad_batches` (=4) must divide the number of finished batches of the epoch (=2)"
         in text
     )
+
+
+class OnlyLoads(IterableDataset):
+    """Stream that can load a state, for example that of another class, but does not save one."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("There is no state to load.")
+
+
+def test_a_stream_without_state_dict_is_read_again(tmp_path):
+    whole = Net()
+    fit(whole, DataLoader(OnlyLoads(), 2), folder=tmp_path)
+    resumed = Net()
+    fit(resumed, DataLoader(OnlyLoads(), 2), ckpt_path=f"{tmp_path}/3.ckpt")
+    assert resumed.read == whole.read[3:]
+
+
+class Shifted(DataLoader):
+    """Loader whose batches depend on its epoch, and which counts how often it is iterated over and read."""
+
+    epoch = 0
+    num_iterations = 0
+    num_batches = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_iterations += 1
+        return self._batches(super().__iter__())
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.num_batches += 1
+            yield batch + 100 * self.epoch
+
+
+class KeepsLoader(Net):
+    """Module that sets the epoch of its own loader."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+    def on_train_epoch_start(self) -> None:
+        self.loader.set_epoch(self.current_epoch)
+
+
+def images_of(module: Net) -> list[list[int]]:
+    return [images for _, images in module.read]
+
+
+def test_a_module_sets_the_epoch_of_its_own_loader():
+    module = KeepsLoader(Shifted(range(4), 2))
+    fit(module, None, use_distributed_sampler=False)
+    assert images_of(module) == [[0, 1], [2, 3], [100, 101], [102, 103]]
+
+
+def test_counters_that_a_loader_writes_are_those_of_the_users_object():
+    loader = Shifted(range(4), 2)
+    counts = []
+    callback = LambdaCallback(
+        on_train_batch_end=lambda *_: counts.append((loader.num_iterations, loader.num_batches))
+    )
+    fit(Net(), loader, callback, use_distributed_sampler=False)
+    assert counts == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
+class ReplacesCollate(KeepsLoader):
+    """Module that replaces the `collate_fn` of its own loader."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.loader.collate_fn = lambda images: torch.tensor(images) + 1000
+        if self.current_epoch == 2:
+            self.loader.collate_fn = self.loader.negative
+
+
+class Negative(DataLoader):
+    sign = -1
+
+    def negative(self, images: list[int]) -> torch.Tensor:
+        return self.sign * torch.tensor(images)
+
+
+def test_a_module_replaces_the_collate_fn_of_its_own_loader():
+    """A method of the loader is bound to the loader that training iterates over."""
+    module = ReplacesCollate(Negative(range(4), 2))
+    fit(module, None, use_distributed_sampler=False, max_epochs=3)
+    assert images_of(module)[1::2] == [[2, 3], [1002, 1003], [-2, -3]]
+    assert module.trainer.train_dataloader.collate_fn.__self__ is not module.loader

@@ -314,8 +314,14 @@ def _note_started_rank(exception: BaseException, first_rank: int) -> None:
 
 def use_own_names(exception: BaseException, *, strategy: str) -> None:
     """Replace the names of DDP strategies in an error message by the name of the given strategy."""
-    if exception.args and isinstance(exception.args[0], str):
-        exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
+    if not exception.args or not isinstance(exception.args[0], str):
+        return
+    message = exception.args[0]
+    renamed = with_own_names(message, strategy)
+    # The message of a `KeyError` from a worker is a subclass of `str` that is shown without escapes. `replace` returns
+    # a plain `str` even if nothing is replaced.
+    if renamed != message:
+        exception.args = (renamed, *exception.args[1:])
 
 
 def refuse_after_failure(engine: CommEngine | None) -> None:

@@ -223,8 +223,8 @@ class UnevenBatchesExtension(FitExtension):
             refuse_excluded(_FEATURES | local_sums, error=RuntimeError)
 
     def status(self) -> Mapping[str, Any]:
-        """Return the `RunStatus` field that says whether this rank is repeating a batch."""
-        return {"repeats_batch": self._is_repeated}
+        """Return the `RunStatus` fields on uneven batches."""
+        return {"repeats_batch": self._is_repeated, "has_uneven_batches": True}
 
     # ---- end ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from lightning.pytorch.accelerators import CPUAccelerator as PytorchAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.strategy import rendezvous
@@ -162,3 +163,17 @@ def test_a_notebook_is_told_our_name_for_notebooks_and_a_fork_is_not_refused(
     assert (
         Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False).strategy is strategy
     )
+
+
+class Lacks(toy.Blobs):
+    def __getitem__(self, index):
+        raise KeyError("no\nsuch sample")
+
+
+def test_the_key_error_of_a_worker_keeps_its_lines():
+    train = DataLoader(Lacks(), num_workers=1)
+    error = fit(train=train, max_epochs=1, raises=True, warns=True).error
+    assert "KeyError: Caught KeyError in DataLoader worker process 0.\nOriginal Traceback" in error
+    box = error.partition(RULE)[2]
+    assert box.startswith("\nOn rank 0 (host ")
+    assert ", in __getitem__" in box
