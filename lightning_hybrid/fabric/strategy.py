@@ -236,6 +236,9 @@ class FabricHybridAllReduce(_Base):
                 module, device_ids=device_ids, is_half=half is not None, **self._ddp_kwargs
             )
 
+        if half is not None:
+            half.keep_gradients_in_rebuild(wrapped)
+
         engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:

@@ -105,6 +105,26 @@ def test_a_loop_of_fabric_has_the_bits_of_the_trainer(
     assert toy.same_bits(ours[0][1], ours[1][1])
 
 
+def gradients_around_a_rebuild():
+    """Return the gradients of a first backward pass, and their values after DDP has rebuilt its buckets."""
+    fabric = fabric_of("bf16-true")
+    net = Net()
+    model = fabric.setup(net)
+    inputs = torch.linspace(-1, 1, 96).reshape(8, 12)
+    fabric.backward(model(inputs).square().mean() / 3)
+    for parameter in net.parameters():
+        parameter.grad.mul_(1 / 3)
+    before = [parameter.grad.clone() for parameter in net.parameters()]
+    model(inputs)
+    return before, [parameter.grad for parameter in net.parameters()]
+
+
+def test_rebuilt_buckets_of_ddp_do_not_round_accumulated_gradients(two_ranks):
+    for before, after in two_ranks.run(play, gradients_around_a_rebuild):
+        for gradient, unchanged in zip(after, before, strict=True):
+            assert torch.equal(gradient, unchanged)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 

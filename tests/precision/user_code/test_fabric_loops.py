@@ -560,6 +560,76 @@ class SharpnessByHand(Loop):
             optimizer.step()
 
 
+class BackwardInsideAutocast(Loop):
+    """Loop that computes the loss and its gradients inside of `fabric.autocast`, and steps outside of it."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for batch in self.batches():
+            with fabric.autocast():
+                loss = self.loss_of(batch)
+                optimizer.zero_grad()
+                fabric.backward(loss)
+            optimizer.step()
+
+
+class AccumulatesInsideAutocast(Loop):
+    """Loop that adds the gradients of three micro-batches, each inside of `fabric.autocast`."""
+
+    def __init__(self, is_local):
+        super().__init__()
+        self.is_local = is_local
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            is_last = number % 3 == 2
+            skips_average = self.is_local and not is_last
+            with fabric.autocast(), fabric.no_backward_sync(self.model, enabled=skips_average):
+                fabric.backward(self.loss_of(batch) / 3)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class TrainsInsideAutocast(Loop):
+    """Loop whose every statement is inside of `fabric.autocast`."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        with fabric.autocast():
+            for batch in self.batches():
+                optimizer.zero_grad()
+                fabric.backward(self.loss_of(batch))
+                optimizer.step()
+
+
+class TrainsByClosureInsideAutocast(Sharpness):
+    """Loop whose optimizer evaluates a closure inside of `fabric.autocast`."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        with fabric.autocast():
+            for batch in self.batches():
+                optimizer.zero_grad()
+                fabric.backward(self.loss_of(batch))
+                optimizer.step(partial(self.evaluate, fabric, batch))
+
+
+@in_half_precision(usual_world_size=2)
+@code_of_users(
+    BackwardInsideAutocast,
+    partial(AccumulatesInsideAutocast, True),
+    partial(AccumulatesInsideAutocast, False),
+    TrainsInsideAutocast,
+    TrainsByClosureInsideAutocast,
+)
+def test_a_loop_may_run_backward_and_steps_inside_autocast(
+    comparison, user_code, world_size, precision
+):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
 class WithoutSchedule(Loop):
     """Loop with a schedule-free optimizer, which moves the weights for evaluation and back."""
 
