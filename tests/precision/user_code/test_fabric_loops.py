@@ -283,8 +283,59 @@ class CallsTheNetWithoutTheWrapper(Loop):
         return super().loss_of(batch) + gap.square().mean()
 
 
+class LearnsTheNoise(Loop):
+    """Loop with a learnt noise level, which is used in the loss and never in the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.register_parameter("log_var", nn.Parameter(torch.zeros(())))
+
+    def loss_of(self, batch):
+        log_var = self.net.log_var
+        return (-log_var).exp() * super().loss_of(batch) + log_var
+
+
+class LearnsTheNoiseWhileItAccumulates(LearnsTheNoise):
+    """Loop with a learnt noise level in every micro-batch, of which ranks average the last one."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            is_last = number % 3 == 2
+            with fabric.no_backward_sync(self.model, enabled=not is_last):
+                fabric.backward(self.loss_of(batch) / 3)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class HalvesThePenalisedGradient(PenalisesOneWeight):
+    """Loop with hooks on a weight that is used both in the forward pass and in a penalty."""
+
+    def run(self, fabric):
+        self.num_calls = 0
+        self.net[2].weight.register_hook(self.halve)
+        self.net[2].weight.register_post_accumulate_grad_hook(self.count)
+        super().run(fabric)
+
+    def halve(self, gradient):
+        self.num_calls += 1
+        return gradient * 0.5
+
+    def count(self, parameter):
+        self.num_calls += 1
+
+    def after_backward(self):
+        gradient = self.net[2].weight.grad.clone()
+        self.outcome.readings["gradient"].append(gradient)
+        self.outcome.facts[f"calls of hooks in step {self.number}"] = self.num_calls
+
+
 @in_half_precision(usual_world_size=2)
 @code_of_users(
+    LearnsTheNoise,
+    LearnsTheNoiseWhileItAccumulates,
+    HalvesThePenalisedGradient,
     partial(PenalisesWeights, "the wrapper"),
     partial(PenalisesWeights, "the network"),
     partial(PenalisesWeights, "a list"),
