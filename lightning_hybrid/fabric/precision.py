@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.precision.closure_steps import ClosureStep
 from lightning_hybrid.precision.half_window import HalfPrecisionWindow
+from lightning_hybrid.precision.living_modules import LivingModules
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.module_hooks import ModuleHook
 from lightning_hybrid.precision.optimizer_protocol import evaluates_closure, parameters_of
@@ -51,7 +52,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         keep_fp32: tuple[type[nn.Module], ...] = (),
     ) -> None:
         super().__init__(precision, loss_scale=loss_scale, keep_fp32=keep_fp32)
-        self._modules = nn.ModuleList()
+        self._modules = LivingModules()
         # Function that returns whether the current backward averages a parameter's gradient, set by the strategy. The
         # default returns True for every parameter, and can be pickled for `hybrid_allreduce_spawn`.
         self.averages: Callable[[Tensor], bool] = torch.is_tensor
@@ -79,8 +80,23 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             self._module = self._modules
             self._begin_window(HalfPrecisionWindow(module, self.dtype, self.keep_fp32))
         else:
+            self.forget_dead_modules()
             self.window.add(module)
         self.optimizer_steps.to(device)
+
+    def forget_dead_modules(self) -> None:
+        """Drop the half-precision copies and loss scales of modules that no longer exist.
+
+        A loop may train several models one after another with the same Fabric.
+        """
+        assert self.window is not None
+        assert self.gradients is not None
+        if self.window.is_open:
+            return
+        dead = self.window.remove_dead()
+        if dead:
+            self.gradients.forget(dead)
+            self.optimizer_steps.forget(dead)
 
     def keep_gradients_in_rebuild(self, wrapped: DistributedDataParallel) -> None:
         """Register a hook that keeps fp32 gradients unrounded while a DDP wrapper rebuilds its buckets.
@@ -105,7 +121,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     def connect_optimizer(self, optimizer: Optimizer) -> None:
         """Register an optimizer and create its loss scale."""
-        self.connect(self._modules, [optimizer], [])
+        modules: Any = self._modules
+        self.connect(modules, [optimizer], [])
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
@@ -115,6 +132,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
         It is also the context of `fabric.autocast()`, in which user code may run backward passes and optimizer steps.
         """
+        self.forget_dead_modules()
         num_backwards = self._num_backwards
         with super().forward_context():
             yield
@@ -222,7 +240,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         return False
 
     def _stop_if_stuck(
-        self, state: OptimizerStepState, model: nn.Module, *, is_end: bool = False
+        self, state: OptimizerStepState, model: Any, *, is_end: bool = False
     ) -> None:
         self._num_steps += 1
         flag = state.skip_flag
@@ -233,5 +251,5 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     def teardown(self) -> None:
         """Restore the fp32 parameters of all registered modules."""
-        self._modules = nn.ModuleList()
+        self._modules = LivingModules()
         super().teardown()

@@ -70,6 +70,11 @@ class GradientMemory:
         layout = torch.empty_like(gradient, device="meta")
         return torch.empty(0, dtype=torch.float32).set_(storage, 0, layout.size(), layout.stride())
 
+    def forget(self, parameters: Iterable[int]) -> None:
+        """Remove the memory of parameters, given by their `id`s, from the cache."""
+        for key in parameters:
+            self._storages.pop(key, None)
+
     def clear(self) -> None:
         """Empty the cache, freeing memory that no gradient uses."""
         self._storages.clear()
@@ -406,6 +411,10 @@ class BackwardGradients:
     def of(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's gradient from the last backward pass, even if a step has already consumed it."""
         return self.unscaled_in_step.get(id(parameter), parameter.grad)
+
+    def forget(self, parameters: Iterable[int]) -> None:
+        """Free the cached memory of parameters, given by their `id`s."""
+        self._memory.forget(parameters)
 
     def clear(self) -> None:
         """Free all saved gradients and the cached memory."""
