@@ -14,11 +14,15 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.precision.closure_steps import ClosureStep
 from lightning_hybrid.precision.half_window import HalfPrecisionWindow
+from lightning_hybrid.precision.living_modules import LivingModules
 from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.module_hooks import ModuleHook
 from lightning_hybrid.precision.optimizer_protocol import evaluates_closure, parameters_of
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
@@ -48,13 +52,14 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         keep_fp32: tuple[type[nn.Module], ...] = (),
     ) -> None:
         super().__init__(precision, loss_scale=loss_scale, keep_fp32=keep_fp32)
-        self._modules = nn.ModuleList()
+        self._modules = LivingModules()
         # Function that returns whether the current backward averages a parameter's gradient, set by the strategy. The
         # default returns True for every parameter, and can be pickled for `hybrid_allreduce_spawn`.
         self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
         # True if a forward has built a graph and no backward has run since.
         self._waits_for_backward = False
+        self._num_backwards = 0
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -75,23 +80,63 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             self._module = self._modules
             self._begin_window(HalfPrecisionWindow(module, self.dtype, self.keep_fp32))
         else:
+            self.forget_dead_modules()
             self.window.add(module)
         self.optimizer_steps.to(device)
 
+    def forget_dead_modules(self) -> None:
+        """Drop the half-precision copies and loss scales of modules that no longer exist.
+
+        A loop may train several models one after another with the same Fabric.
+        """
+        assert self.window is not None
+        assert self.gradients is not None
+        if self.window.is_open:
+            return
+        dead = self.window.remove_dead()
+        if dead:
+            self.gradients.forget(dead)
+            self.optimizer_steps.forget(dead)
+
+    def keep_gradients_in_rebuild(self, wrapped: DistributedDataParallel) -> None:
+        """Register a hook that keeps fp32 gradients unrounded while a DDP wrapper rebuilds its buckets.
+
+        DDP rebuilds its buckets once, at the beginning of a forward pass, and would round accumulated gradients as it
+        moves them into the new buckets. The hook lets DDP rebuild them at the same time, but without gradients.
+        """
+        handles: list[RemovableHandle] = []
+        hook = ModuleHook(self._rebuild_buckets, handles)
+        handles.append(wrapped.register_forward_pre_hook(hook))
+
+    def _rebuild_buckets(
+        self, handles: list[RemovableHandle], wrapped: DistributedDataParallel, args: Any
+    ) -> None:
+        if not torch.is_grad_enabled():
+            return
+        assert self.gradients is not None
+        with self.gradients.hidden(list(wrapped.parameters())):
+            is_rebuilt = wrapped.reducer._rebuild_buckets()
+        if is_rebuilt:
+            handles.pop().remove()
+
     def connect_optimizer(self, optimizer: Optimizer) -> None:
         """Register an optimizer and create its loss scale."""
-        self.connect(self._modules, [optimizer], [])
+        modules: Any = self._modules
+        self.connect(modules, [optimizer], [])
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Return a context for a forward pass with half-precision parameters under autocast."""
-        assert self.gradients is not None
-        # DDP may rebuild its buckets in a forward pass, which would round existing gradients.
-        with self.gradients.hidden(list(self._modules.parameters())), super().forward_context():
+        """Return a context for a forward pass with half-precision parameters under autocast.
+
+        It is also the context of `fabric.autocast()`, in which user code may run backward passes and optimizer steps.
+        """
+        self.forget_dead_modules()
+        num_backwards = self._num_backwards
+        with super().forward_context():
             yield
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._num_backwards == num_backwards:
             self._waits_for_backward = True
 
     def convert_output(self, data: Any) -> Any:
@@ -111,11 +156,12 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())
+        self._num_backwards += 1
         self._waits_for_backward = False
         with self.window.opened():
             loss = self._begin_backward(tensor, parameters)
             with self._in_backward(parameters):
-                self.gradients.add_outside_terms(loss)
+                loss = self.gradients.with_outside_terms(loss)
                 super(MasterWeightMixin, self).backward(loss, model, *args, **kwargs)
             groups: Any = self.optimizer_steps.parameters_by_optimizer(parameters)
             self.gradients.finish(groups, self._scale, self._averages)
@@ -133,6 +179,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
         A closure runs before the step, or within it if the optimizer evaluates closures itself, as LBFGS does.
         """
+        assert self.window is not None
         closure = kwargs.pop("closure", None)
         state = self.optimizer_steps.of(optimizer)
         state.skip_flag = None
@@ -144,7 +191,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             result = closure()
         self._refuse_step_without_backward(optimizer)
         found_inf = self._verdict(optimizer, state)
-        self._step_or_skip(optimizer, state, found_inf, **kwargs)
+        with self.window.shut():
+            self._step_or_skip(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
             state.count(found_inf)
             self._stop_if_stuck(state, self._modules)
@@ -181,7 +229,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             return bool(found_inf)
 
         step = ClosureStep(self.window, evaluate=closure, has_overflowed=has_overflowed)
-        with self._running_step(optimizer):
+        with self.window.shut(), self._running_step(optimizer):
             result = step.run(optimizer, **kwargs)
         if step.was_skipped:
             state.skip_flag = SkipFlag(True)
@@ -192,7 +240,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         return False
 
     def _stop_if_stuck(
-        self, state: OptimizerStepState, model: nn.Module, *, is_end: bool = False
+        self, state: OptimizerStepState, model: Any, *, is_end: bool = False
     ) -> None:
         self._num_steps += 1
         flag = state.skip_flag
@@ -203,5 +251,5 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     def teardown(self) -> None:
         """Restore the fp32 parameters of all registered modules."""
-        self._modules = nn.ModuleList()
+        self._modules = LivingModules()
         super().teardown()

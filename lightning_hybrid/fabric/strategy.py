@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -33,6 +35,7 @@ from lightning_hybrid.fabric.uneven_batches import (
     refuse_unsupported,
     samples_in,
 )
+from lightning_hybrid.precision.living_modules import LivingModules
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
@@ -143,11 +146,12 @@ class FabricHybridAllReduce(_Base):
         self._failures = FailureReports()
         self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
-        self._modules = nn.ModuleList()  # modules that were set up
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # one for each engine
+        self._modules = LivingModules()  # modules that were set up
         self._joined_steps: JoinedSteps | None = None  # with `uneven_batches="join"`
         self._agreements: list[BatchAgreement] = []  # one for each joined loader
         # DDP wrapper of each parameter whose gradient it averages, by the parameter's `id`.
-        self._wrapper_of: dict[int, DistributedDataParallel] = {}
+        self._wrapper_of: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._earlier_error: BaseException | None = None  # an error from before the first setup
         super().__init__(
             accelerator=accelerator,
@@ -213,6 +217,7 @@ class FabricHybridAllReduce(_Base):
         Collective: every rank of the group must call it, in the same order.
         """
         half = self._half
+        self._close_unused_engines()
         if self._options.joins_uneven_batches:
             refuse_unsupported(module)
         averaged, ignored = trained_parameters(module)
@@ -236,6 +241,9 @@ class FabricHybridAllReduce(_Base):
                 module, device_ids=device_ids, is_half=half is not None, **self._ddp_kwargs
             )
 
+        if half is not None:
+            half.keep_gradients_in_rebuild(wrapped)
+
         engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
@@ -248,8 +256,43 @@ class FabricHybridAllReduce(_Base):
         self._engines.append(engine)
         self._failures.engine = engine
         self._modules.append(module)
-        self._wrapper_of |= dict.fromkeys(averaged, wrapped)
+        reference = weakref.ref(wrapped)
+        self._wrappers.append(reference)
+        self._wrapper_of |= dict.fromkeys(averaged, reference)
         return wrapped
+
+    def _close_unused_engines(self) -> None:
+        """Close the engines of DDP wrappers that no longer exist on any rank.
+
+        Collective if there are engines: every rank must call it, in the same order. Ranks free their wrappers at
+        different times, and agree here on the engines to close.
+        """
+        if not self._engines:
+            return
+        is_unused = [float(wrapped() is None) for wrapped in self._wrappers]
+        agreed = torch.tensor(is_unused, device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        engines: list[CommEngine] = []
+        wrappers: list[weakref.ref[DistributedDataParallel]] = []
+        for engine, wrapped, closes in zip(
+            self._engines, self._wrappers, agreed.tolist(), strict=True
+        ):
+            if closes:
+                engine.close()
+            else:
+                engines.append(engine)
+                wrappers.append(wrapped)
+        self._engines = engines
+        self._wrappers = wrappers
+
+        # The next parameter may have the `id` of one that no longer exists.
+        living = {id(parameter) for parameter in self._modules.parameters()}
+        wrapper_of: dict[int, weakref.ref[DistributedDataParallel]] = {}
+        for key, wrapped in self._wrapper_of.items():
+            if key in living:
+                wrapper_of[key] = wrapped
+        self._wrapper_of = wrapper_of
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Register an optimizer with the precision plugin, which creates its loss scale."""
@@ -327,9 +370,13 @@ class FabricHybridAllReduce(_Base):
                 tensor,
                 run,
                 engines=self._engines,
-                wrappers=self._wrapper_of.values(),
+                wrappers=self._living_wrappers(),
                 tensors=gradient_leaves(self._modules, self.precision),
             )
+
+    def _living_wrappers(self) -> list[DistributedDataParallel]:
+        wrappers = [wrapped() for wrapped in self._wrappers]
+        return [wrapped for wrapped in wrappers if wrapped is not None]
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
@@ -409,6 +456,7 @@ class FabricHybridAllReduce(_Base):
         self._failures.end_setup()
         engines = self._engines
         self._engines = []
+        self._wrappers = []
         self._failures.engine = None
         for engine in engines:
             if error is not None:
@@ -422,7 +470,7 @@ class FabricHybridAllReduce(_Base):
     def teardown(self) -> None:
         """Close the communication engines, and restore the modules' fp32 weights."""
         self._close_engines()
-        self._modules = nn.ModuleList()
+        self._modules = LivingModules()
         self._wrapper_of = {}
         self._joined_steps = None
         super().teardown()
@@ -437,9 +485,12 @@ def _key(plugin: FabricMasterWeightMixin) -> str:
     return type(plugin).__qualname__  # as in the Trainer's checkpoints
 
 
-def _is_averaged_now(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
+def _is_averaged_now(
+    wrapper_of: dict[int, weakref.ref[DistributedDataParallel]], parameter: Tensor
+) -> bool:
     # DDP's flag is False under `no_backward_sync`.
-    wrapper = wrapper_of.get(id(parameter))
+    reference = wrapper_of.get(id(parameter))
+    wrapper = reference() if reference is not None else None
     return wrapper is None or wrapper.require_backward_grad_sync
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,11 @@ class GradientMemory:
             return fresh
         layout = torch.empty_like(gradient, device="meta")
         return torch.empty(0, dtype=torch.float32).set_(storage, 0, layout.size(), layout.stride())
+
+    def forget(self, parameters: Iterable[int]) -> None:
+        """Remove the memory of parameters, given by their `id`s, from the cache."""
+        for key in parameters:
+            self._storages.pop(key, None)
 
     def clear(self) -> None:
         """Empty the cache, freeing memory that no gradient uses."""
@@ -181,6 +187,37 @@ class BackwardGradients:
             else:
                 pair.parameter.grad.add_(term)
             pair.fp32.grad = None
+
+    def with_outside_terms(self, loss: Tensor) -> Tensor:
+        """Return the loss with edges from terms of the fp32 parameters to the half-precision parameters.
+
+        A loop may compute loss terms outside of a forward pass, such as a weight penalty. Their graph leads to the fp32
+        tensors, which DDP does not know. Therefore a backward pass to these tensors runs first. It visits only the
+        nodes between them and the loss. Usually there are none. The returned loss has the same value, and its backward
+        pass adds the gradients of these terms to those of the half-precision parameters. It runs DDP's hook of a
+        parameter once, even if the parameter is used only in such terms.
+        """
+        pairs = [
+            pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad
+        ]
+        if not pairs or loss.grad_fn is None:
+            return loss
+        for pair in pairs:
+            pair.leave_hooks_to_half()
+        leaves = [pair.fp32 for pair in pairs]
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+
+        parameters: list[Tensor] = []
+        terms: list[Tensor] = []
+        for pair, gradient in zip(pairs, gradients, strict=True):
+            if gradient is not None:
+                parameters.append(pair.half)
+                terms.append(gradient.to(pair.dtype))
+        if not terms:
+            return loss
+        with torch.enable_grad():
+            zero: Tensor = _OutsideTerms.apply(loss.new_zeros(()), terms, *parameters)
+            return loss + zero
 
     # ---- after -------------------------------------------------------------------------------------------------------
 
@@ -387,6 +424,10 @@ class BackwardGradients:
         """Return a parameter's gradient from the last backward pass, even if a step has already consumed it."""
         return self.unscaled_in_step.get(id(parameter), parameter.grad)
 
+    def forget(self, parameters: Iterable[int]) -> None:
+        """Free the cached memory of parameters, given by their `id`s."""
+        self._memory.forget(parameters)
+
     def clear(self) -> None:
         """Free all saved gradients and the cached memory."""
         self._aside.clear()
@@ -394,6 +435,21 @@ class BackwardGradients:
         self.scaled.clear()
         self.unscaled_in_step.clear()
         self._memory.clear()
+
+
+class _OutsideTerms(torch.autograd.Function):
+    """Function whose output is zero, and whose backward pass returns given gradients of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, zero: Tensor, terms: list[Tensor], *parameters: Tensor) -> Tensor:
+        """Store the gradients, and return zero."""
+        ctx.terms = terms
+        return zero
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Return the stored gradients."""
+        return None, None, *ctx.terms
 
 
 def _empty(parameter: nn.Parameter) -> None:

@@ -11,6 +11,7 @@ tracked while the window is closed.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.device_writes import WriteSearch
+from lightning_hybrid.precision.living_modules import LivingModules
 from lightning_hybrid.precision.module_hooks import ModuleHooks
 from lightning_hybrid.precision.parameter_pair import (
     ParameterPair,
@@ -82,7 +84,9 @@ class HalfPrecisionWindow:
         self._keep_fp32 = keep_fp32
         self._frozen = frozen
         self._on_meta = on_meta
-        self._modules: list[nn.Module] = []
+        self._modules = LivingModules()
+        # `id`s of the parameters of each module that was added.
+        self._parameters_of: list[tuple[weakref.ref[nn.Module], set[int]]] = []
         self._has_warned = False
         self._search = WriteSearch()
         self._dtypes_before: list[tuple[nn.Parameter, torch.dtype]] = []
@@ -113,7 +117,33 @@ class HalfPrecisionWindow:
             if any(id(parameter) in self.pairs for parameter in child.parameters(recurse=False)):
                 self.hooks.show_fp32_in_state_dicts(child)
         self.hooks.refuse_other_threads(module)
-        self._modules.extend(modules)
+        for child in modules:
+            self._modules.append(child)
+        self._parameters_of.append((weakref.ref(module), {id(p) for p in module.parameters()}))
+
+    def remove_dead(self) -> set[int]:
+        """Remove the half-precision copies of modules that no longer exist.
+
+        Returns:
+            The `id`s of the parameters of these modules, except those that other modules share.
+        """
+        dead: set[int] = set()
+        living: set[int] = set()
+        if all(module() is not None for module, _ in self._parameters_of):
+            return dead
+        for module, parameters in self._parameters_of:
+            if module() is None:
+                dead |= parameters
+            else:
+                living |= parameters
+        dead -= living
+        self._modules.forget_dead()
+        self.hooks.forget_dead()
+        self._parameters_of = [entry for entry in self._parameters_of if entry[0]() is not None]
+        for key in dead & self.pairs.keys():
+            self.pairs.pop(key).close()
+        self._dtypes_before = [entry for entry in self._dtypes_before if id(entry[0]) not in dead]
+        return dead
 
     def _keeps_dtype(self, module: nn.Module) -> bool:
         is_kept_type = isinstance(
@@ -290,6 +320,7 @@ class HalfPrecisionWindow:
         self.pairs.clear()
         self.before_open.clear()
         self._modules.clear()
+        self._parameters_of.clear()
         for parameter, dtype in self._dtypes_before:
             parameter.grad = None
             parameter.data = parameter.data.to(dtype)

@@ -8,6 +8,7 @@ other threads            get an error if they call the model
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_hybrid.precision.living_modules import LivingModules
 from lightning_hybrid.precision.parameter_pair import ParameterPair
 
 
@@ -42,11 +44,11 @@ class ModuleHooks:
     def __init__(self, window: Window, dtype: torch.dtype) -> None:
         self._window = window
         self._dtype = dtype
-        self._normalisation_layers: list[nn.Module] = []
-        self._checked_modules: list[nn.Module] = []
+        self._normalisation_layers = LivingModules()
+        self._checked_modules = LivingModules()
         self._attached: list[Any] = []
         self._permanent: list[Any] = []
-        self._with_state_hooks: set[nn.Module] = set()
+        self._with_state_hooks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._thread: int | None = None
         self.is_in_backward = False
 
@@ -92,6 +94,14 @@ class ModuleHooks:
         for handle in self._attached:
             handle.remove()
         self._attached.clear()
+
+    def forget_dead(self) -> None:
+        """Drop the references to modules that no longer exist."""
+        self._normalisation_layers.forget_dead()
+        self._checked_modules.forget_dead()
+        self._permanent = [
+            handle for handle in self._permanent if handle.hooks_dict_ref() is not None
+        ]
 
     def remove(self) -> None:
         """Remove all forward hooks and state-dict hooks."""

@@ -128,10 +128,21 @@ class ParameterPair:
         if self._hidden.requires_grad != requires_grad:
             self._hidden.requires_grad_(requires_grad)
         # Hooks belong to the C++ tensor, but the user has registered them on the Python object.
-        if backward_hooks:
+        if backward_hooks is not None:
             parameter._backward_hooks = backward_hooks
-        if accumulate_hooks:
+        if accumulate_hooks is not None:
             parameter._post_accumulate_grad_hooks = accumulate_hooks
+
+    def leave_hooks_to_half(self) -> None:
+        """Run the user's gradient hooks for the half-precision copy only, until the parameter is closed.
+
+        Otherwise they would run twice if the graph of a loss contains the fp32 value as well.
+        """
+        if self.parameter._backward_hooks:
+            self._hidden._backward_hooks = None
+        if self.parameter._post_accumulate_grad_hooks:
+            # torch ignores None here.
+            self._hidden._post_accumulate_grad_hooks = {}
 
     # ---- values ----------------------------------------------------------------------------------------------------
 

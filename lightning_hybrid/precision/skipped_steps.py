@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,6 +195,25 @@ class OptimizerStepStates(list[OptimizerStepState]):
         # The scale of a removed optimizer must not hold down the scales of the other ones.
         current_states = [state for state in self if state.optimizer is not None]
         self[:] = current_states or self[:1]
+
+    def forget(self, parameters: Container[int]) -> None:
+        """Remove the states of optimizers all of whose parameters no longer exist.
+
+        Their scales must not hold down the scales of other optimizers.
+
+        Args:
+            parameters: `id`s of the parameters that no longer exist.
+        """
+        current = []
+        for state in self:
+            ids = [id(parameter) for parameter in parameters_of(state.optimizer)]
+            if not ids or not all(key in parameters for key in ids):
+                current.append(state)
+        if not current:
+            # The next optimizer begins with the last scale, as a further optimizer does.
+            current.append(OptimizerStepState(loss_scale=self[0].loss_scale))
+            current[0].to(self._device)
+        self[:] = current
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
         """Return the skip flags of the last step of one optimizer, or of all optimizers for None."""

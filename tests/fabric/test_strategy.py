@@ -1,9 +1,11 @@
 """`Fabric(strategy="hybrid_allreduce")` in a user's own loop, compared with the Trainer."""
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
@@ -103,6 +105,68 @@ def test_a_loop_of_fabric_has_the_bits_of_the_trainer(
         assert dtypes == {torch.float32}, f"rank {seen.rank}"
     assert ours[0][0] != ours[1][0], "ranks must see different data"
     assert toy.same_bits(ours[0][1], ours[1][1])
+
+
+def gradients_around_a_rebuild():
+    """Return the gradients of a first backward pass, and their values after DDP has rebuilt its buckets."""
+    fabric = fabric_of("bf16-true")
+    net = Net()
+    model = fabric.setup(net)
+    inputs = torch.linspace(-1, 1, 96).reshape(8, 12)
+    fabric.backward(model(inputs).square().mean() / 3)
+    for parameter in net.parameters():
+        parameter.grad.mul_(1 / 3)
+    before = [parameter.grad.clone() for parameter in net.parameters()]
+    model(inputs)
+    return before, [parameter.grad for parameter in net.parameters()]
+
+
+def test_rebuilt_buckets_of_ddp_do_not_round_accumulated_gradients(two_ranks):
+    for before, after in two_ranks.run(play, gradients_around_a_rebuild):
+        for gradient, unchanged in zip(after, before, strict=True):
+            assert torch.equal(gradient, unchanged)
+
+
+def trained_one_after_another(precision):
+    """Train a model in each of three folds with one Fabric, and return what it holds at the end."""
+    strategy = HybridAllReduceStrategy()
+    if precision == "16-true":
+        scale = DynamicLossScale(init_scale=2.0**4, growth_interval=2)
+        strategy = HybridAllReduceStrategy(loss_scale=scale)
+    fabric = fabric_of(precision, strategy)
+    nets = []
+    weights = []
+    scales = []
+    for _ in range(3):
+        gc.collect()
+        net = Net()
+        nets.append(weakref.ref(net))
+        model, optimizer = fabric.setup(net, OPTIMIZERS["AdamW"](net.parameters()))
+        steps_of(fabric, model, optimizer, 4)
+        weights.append(toy.weights(net))
+        if precision == "16-true":
+            (state,) = fabric.strategy.precision.optimizer_steps
+            scales.append(state.loss_scale.value)
+    gc.collect()
+    alive = [net() is not None for net in nets]
+    num_pairs = 0
+    if precision != "32-true":
+        num_pairs = len(fabric.strategy.precision.window.pairs)
+    return alive, len(fabric.strategy._engines), num_pairs, scales, weights
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
+def test_models_trained_one_after_another_are_freed(two_ranks, precision):
+    for result in two_ranks.run(play, trained_one_after_another, precision):
+        alive, num_engines, num_pairs, scales, weights = result
+        assert alive == [False, False, True]
+        assert num_engines == 2, "the engine of the first model is closed by the third setup"
+        if precision != "32-true":
+            assert num_pairs == 4
+        if precision == "16-true":
+            assert scales == [2.0**6, 2.0**8, 2.0**10], "a dead model holds no scale down"
+        else:
+            assert toy.same_bits(weights[0], weights[2])
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------

@@ -149,8 +149,12 @@ def flat(tensors):
 
 
 def statistics_and_outside_terms(precision):
-    """Train a network with BatchNorm and a penalty on its fp32 weights, which is computed outside of forward."""
+    """Train a network with BatchNorm and loss terms of its fp32 weights, which are computed outside of forward.
+
+    The parameter `log_var` is used only in these terms.
+    """
     net = nn.Sequential(network(), nn.BatchNorm1d(support.NUM_CLASSES))
+    net.register_parameter("log_var", nn.Parameter(torch.zeros(())))
     samples = Numbered(dist.get_rank(), (27, 18, 20, 10))  # avoids batches of one sample
     loader = DataLoader(samples, batch_size=BATCH_SIZE)
     options = {"loss_scale": 1024} if precision == "16-true" else {}
@@ -162,10 +166,11 @@ def statistics_and_outside_terms(precision):
         loss = F.cross_entropy(model(features), targets)
         if batches.repeats_batch:
             loss = loss * float("nan")
+        loss = (-net.log_var).exp() * loss + net.log_var
         fabric.backward(loss + penalty)
         after = toy.weights(net)
         statistics = before["1.running_mean"], after["1.running_mean"]
-        gradient = net[0][0].weight.grad.clone()
+        gradient = flat([net[0][0].weight.grad, net.log_var.grad])
         seen.append((batches.repeats_batch, *statistics, gradient))
         net.zero_grad()
     return seen

@@ -179,3 +179,20 @@ def test_a_term_of_the_fp32_parameters_joins_the_gradients_of_the_backward():
         scene.gradients.finish([scene.parameters], None, lambda _: True)
     assert scene.half.grad.tolist() == [4.0] * 4
     assert scene.kept.grad is None
+
+
+def test_a_term_of_the_fp32_parameters_reaches_the_half_precision_parameters_once():
+    scene = Scene()
+    calls = []
+    scene.half.register_hook(lambda gradient: calls.append(gradient.tolist()))
+    penalty = scene.half.square().sum() + 3.0 * scene.half.sum()
+    with scene.window.opened():
+        loss = (scene.half * torch.ones(4, dtype=F16)).sum().float() + penalty
+        scene.gradients.begin(scene.parameters, None, lambda _: True)
+        total = scene.gradients.with_outside_terms(loss)
+        assert torch.equal(total, loss)
+        total.backward()
+        scene.gradients.finish([scene.parameters], None, lambda _: True)
+    assert scene.half.grad.tolist() == [4.0] * 4
+    assert scene.kept.grad is None
+    assert calls == [[4.0] * 4]

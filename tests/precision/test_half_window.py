@@ -453,3 +453,18 @@ def test_a_write_inside_is_said_once_with_the_name_of_the_parameter():
     with pytest.warns(UserWarning, match=r"`1.bias` was written inside a training step"):
         write()
     write()
+
+
+def test_copies_of_a_dead_module_are_removed_unless_another_module_shares_them():
+    first = nn.Linear(2, 2)
+    second = nn.Linear(2, 2)
+    second.weight = first.weight
+    window = HalfPrecisionWindow(first, torch.float16)
+    window.add(second)
+    bias = id(first.bias)
+    assert window.remove_dead() == set()
+    del first
+    assert window.remove_dead() == {bias}
+    assert set(window.pairs) == {id(second.weight), id(second.bias)}
+    with window.opened():
+        assert second.weight.dtype is torch.float16

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
+from lightning_hybrid.precision.living_modules import LivingModules
+
 
 @contextmanager
 def zero_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
@@ -29,13 +31,13 @@ def zero_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def gradient_leaves(module: nn.Module, precision: Any) -> Iterable[Tensor]:
+def gradient_leaves(module: nn.Module | LivingModules, precision: Any) -> Iterable[Tensor]:
     """Return the tensors for which a backward pass computes gradients.
 
     These are the parameters, and the fp32 values of parameters that hold a half-precision copy.
 
     Args:
-        module: Module that is trained.
+        module: Module that is trained, or several modules.
         precision: Precision plugin of the run.
     """
     tensors: dict[int, Tensor] = {}

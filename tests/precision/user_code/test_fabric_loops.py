@@ -283,8 +283,59 @@ class CallsTheNetWithoutTheWrapper(Loop):
         return super().loss_of(batch) + gap.square().mean()
 
 
+class LearnsTheNoise(Loop):
+    """Loop with a learnt noise level, which is used in the loss and never in the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.register_parameter("log_var", nn.Parameter(torch.zeros(())))
+
+    def loss_of(self, batch):
+        log_var = self.net.log_var
+        return (-log_var).exp() * super().loss_of(batch) + log_var
+
+
+class LearnsTheNoiseWhileItAccumulates(LearnsTheNoise):
+    """Loop with a learnt noise level in every micro-batch, of which ranks average the last one."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            is_last = number % 3 == 2
+            with fabric.no_backward_sync(self.model, enabled=not is_last):
+                fabric.backward(self.loss_of(batch) / 3)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class HalvesThePenalisedGradient(PenalisesOneWeight):
+    """Loop with hooks on a weight that is used both in the forward pass and in a penalty."""
+
+    def run(self, fabric):
+        self.num_calls = 0
+        self.net[2].weight.register_hook(self.halve)
+        self.net[2].weight.register_post_accumulate_grad_hook(self.count)
+        super().run(fabric)
+
+    def halve(self, gradient):
+        self.num_calls += 1
+        return gradient * 0.5
+
+    def count(self, parameter):
+        self.num_calls += 1
+
+    def after_backward(self):
+        gradient = self.net[2].weight.grad.clone()
+        self.outcome.readings["gradient"].append(gradient)
+        self.outcome.facts[f"calls of hooks in step {self.number}"] = self.num_calls
+
+
 @in_half_precision(usual_world_size=2)
 @code_of_users(
+    LearnsTheNoise,
+    LearnsTheNoiseWhileItAccumulates,
+    HalvesThePenalisedGradient,
     partial(PenalisesWeights, "the wrapper"),
     partial(PenalisesWeights, "the network"),
     partial(PenalisesWeights, "a list"),
@@ -558,6 +609,76 @@ class SharpnessByHand(Loop):
                 for parameter, value in zip(self.net.parameters(), kept, strict=True):
                     parameter.copy_(value)
             optimizer.step()
+
+
+class BackwardInsideAutocast(Loop):
+    """Loop that computes the loss and its gradients inside of `fabric.autocast`, and steps outside of it."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for batch in self.batches():
+            with fabric.autocast():
+                loss = self.loss_of(batch)
+                optimizer.zero_grad()
+                fabric.backward(loss)
+            optimizer.step()
+
+
+class AccumulatesInsideAutocast(Loop):
+    """Loop that adds the gradients of three micro-batches, each inside of `fabric.autocast`."""
+
+    def __init__(self, is_local):
+        super().__init__()
+        self.is_local = is_local
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            is_last = number % 3 == 2
+            skips_average = self.is_local and not is_last
+            with fabric.autocast(), fabric.no_backward_sync(self.model, enabled=skips_average):
+                fabric.backward(self.loss_of(batch) / 3)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class TrainsInsideAutocast(Loop):
+    """Loop whose every statement is inside of `fabric.autocast`."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        with fabric.autocast():
+            for batch in self.batches():
+                optimizer.zero_grad()
+                fabric.backward(self.loss_of(batch))
+                optimizer.step()
+
+
+class TrainsByClosureInsideAutocast(Sharpness):
+    """Loop whose optimizer evaluates a closure inside of `fabric.autocast`."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        with fabric.autocast():
+            for batch in self.batches():
+                optimizer.zero_grad()
+                fabric.backward(self.loss_of(batch))
+                optimizer.step(partial(self.evaluate, fabric, batch))
+
+
+@in_half_precision(usual_world_size=2)
+@code_of_users(
+    BackwardInsideAutocast,
+    partial(AccumulatesInsideAutocast, True),
+    partial(AccumulatesInsideAutocast, False),
+    TrainsInsideAutocast,
+    TrainsByClosureInsideAutocast,
+)
+def test_a_loop_may_run_backward_and_steps_inside_autocast(
+    comparison, user_code, world_size, precision
+):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
 class WithoutSchedule(Loop):
