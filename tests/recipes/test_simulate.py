@@ -336,7 +336,6 @@ def test_the_papers_run_on_2048_p40_takes_what_the_page_says_at_either_rate():
         assert f"| {100 * run.efficiency:.1f} % | **{steps * run.step_s / 60:.2f} min** |" in row
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("step_bounds_s", "words"),
     [((0.1, 0.2), "which the interval includes"), (None, "which no interval above includes")],
@@ -346,6 +345,7 @@ def test_an_estimated_speed_is_in_the_interval_only_if_there_is_one(step_bounds_
     assert words in confidence(estimated, step_bounds_s)
 
 
+@pytest.mark.long
 def test_published_rows_are_as_recorded_the_bad_ones_too():
     """In addition, the paper's cluster matches the publication."""
     record = ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl"
