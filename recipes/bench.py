@@ -43,6 +43,27 @@ SECTIONS = ("allreduce", "parts", "steps")
 """Keys of the benchmarks, in the order in which they run."""
 
 
+def benches_of(cfg: DictConfig) -> list[Any]:
+    """Build the configured benchmarks, in the order in which they run.
+
+    Raises:
+        ValueError: Nothing would be measured, or an argument of a benchmark is invalid.
+    """
+    sections = [cfg[name] for name in SECTIONS if cfg[name] is not None]
+    if all("gradients" in section and not section.gradients for section in sections):
+        values = []
+        for name in SECTIONS:
+            if cfg[name] is None:
+                values.append(f"`{name}` (=null)")
+            else:
+                values.append(f"`{name}.gradients` (=[])")
+        raise ValueError(
+            f"{', '.join(values[:-1])} and {values[-1]} must not all be empty, because nothing would be "
+            "measured. Leave allreduce=null or steps=null out, or set parts.gradients=[resnet50]."
+        )
+    return [instantiate(section) for section in sections]
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Run the configured benchmarks on all ranks.
@@ -58,7 +79,7 @@ def main(cfg: DictConfig) -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors(cfg):
             config_check.check(cfg, KEYS)
-            benches = [instantiate(cfg[name]) for name in SECTIONS if cfg[name] is not None]
+            benches = benches_of(cfg)
             fabric = Fabric(strategy="ddp", **cfg.world)
             launched.append(fabric)
             fabric.launch()

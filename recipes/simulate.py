@@ -4,16 +4,19 @@ Run `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import _path  # noqa: F401
 import hydra
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
+from lightning_hybrid.checks import did_you_mean
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning.estimates.failures import Failures
 from lightning_hybrid.planning.estimates.layers import WithoutValues, flops_per_image, layers_of
@@ -182,13 +185,29 @@ def report_of(cfg: DictConfig) -> SimulationReport:
     )
 
 
+def check_clusters(names: Sequence[str]) -> None:
+    """Raise if there is no description of a cluster to compare.
+
+    Raises:
+        ValueError: The message lists all descriptions.
+    """
+    choices = GlobalHydra.instance().config_loader().get_group_options("cluster")
+    for name in names:
+        if name not in choices:
+            hint = did_you_mean(name, choices) or " Remove it from the list."
+            raise ValueError(
+                f"`compare` (={name}) must contain only names of clusters: {', '.join(choices)}.{hint}"
+            )
+
+
 def comparison(cfg: DictConfig) -> str:
     """Simulate a run on several clusters, and return a table with the cheapest cluster first.
 
     Raises:
-        ValueError: The numbers of clusters and prices differ.
+        ValueError: There is no such cluster, or the numbers of clusters and prices differ.
     """
     names = list(cfg.compare)
+    check_clusters(names)
     prices = list(cfg.prices_per_node_hour or [])
     if prices and len(prices) != len(names):
         raise ValueError(

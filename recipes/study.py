@@ -49,8 +49,9 @@ def main(cfg: DictConfig) -> None:
         plan = config_check.made(StudyPlan, config["study"], "study")
         folder = Path(config["run_dir"]).resolve()
         with only_user_of(folder), FitPool(config["num_workers"]) as pool:
-            pool.call(check, requests_to_check(plan, folder))
             journal = StudyJournal(folder, plan, pool, tell=say)
+            journal.check()
+            pool.call(check, requests_to_check(plan, folder))
             tested: dict[Cell, CellResult] = {}
             for cell in plan.cells:
                 point = journal.tune(cell)

@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, cast
 
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, ConfigDict, Strict, TypeAdapter, ValidationError
@@ -100,7 +102,9 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             f"the command line: {missing[0]}=..."
         )
     read = {key.partition(".")[0] for key in keys}
-    read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # keys that interpolations refer to
+    read |= _keys_referred_to(raw)
+    if not read.issuperset(raw):
+        read |= _keys_referred_to(_without_values())
     for name in (raw_name for raw_name in raw if raw_name not in read):
         near = difflib.get_close_matches(str(name), sorted(read), n=1)
         if near:
@@ -122,6 +126,28 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
                 "to."
             ) from None
         raise
+
+
+def _keys_referred_to(config: Any) -> set[str]:
+    """Return the first names of the keys that interpolations in a configuration refer to."""
+    return set(re.findall(r"\$\{([A-Za-z_]\w*)", str(config)))
+
+
+def _without_values() -> Any:
+    """Return the configuration of the running command with the chosen groups, but without overridden values.
+
+    An override may replace the only value that refers to a key, such as `packing.short_side=16` the reference to
+    `short_side`. The key then has no effect, but it is not a mistake. Outside of a command, the result is empty.
+    """
+    if not HydraConfig.initialized():
+        return {}
+    hydra_cfg = HydraConfig.get()
+    choices = []
+    for override in hydra_cfg.overrides.task:
+        group = override.lstrip("+~").partition("=")[0].partition("@")[0]
+        if group in hydra_cfg.runtime.choices:
+            choices.append(override)
+    return OmegaConf.to_container(compose(hydra_cfg.job.config_name, choices), resolve=False)
 
 
 def _check_values(config: Any, keys: Mapping[str, Any]) -> None:

@@ -103,11 +103,7 @@ class StudyJournal:
     def tune(self, cell: Cell) -> Point:
         """Execute the missing tuning runs of a variant, and return the best hyper-parameters."""
         overrides = self.plan.tuning_overrides(cell)
-        study = self._study(
-            cell,
-            "tuning",
-            {"overrides": list(overrides), "axes": dict(self.plan.arms[cell.arm].axes)},
-        )
+        study = self._study(cell, "tuning", self._tuning_settings(cell))
         _enqueue(study, dict(enumerate(self.plan.points(cell))))
 
         def request(trial: optuna.Trial) -> FitRequest:
@@ -149,22 +145,83 @@ class StudyJournal:
             core_s=core_s,
         )
 
+    def check(self) -> None:
+        """Raise if the folder has tuning runs with other settings than the plan.
+
+        Call it before the first run, because an error after some runs would waste them.
+
+        Raises:
+            ValueError: The number of trials, the seed or another setting differs.
+        """
+        names = set(optuna.get_all_study_names(self.storage))
+        for name in sorted(names):
+            if name.endswith("/tuning"):
+                is_tuned = name.replace("/tuning", "/testing") in names
+                self._check_tuning(self._load(name), is_tuned=is_tuned)
+        for cell in self.plan.cells:
+            name = f"{cell.name}/tuning"
+            if name in names:
+                self._check_settings(self._load(name), self._tuning_settings(cell))
+
+    def _load(self, name: str) -> optuna.Study:
+        return optuna.load_study(study_name=name, storage=self.storage)
+
+    def _check_tuning(self, study: optuna.Study, *, is_tuned: bool) -> None:
+        """Raise if the number of trials or the seed of an Optuna study differs from the plan.
+
+        Args:
+            study: Optuna study of the tuning runs of a cell.
+            is_tuned: Whether all its trials have been enqueued.
+        """
+        tuning = self.plan.tuning
+        saved_settings = dict(study.user_attrs.get(SETTINGS, {}))
+        if "num_trials" not in saved_settings and is_tuned:
+            # Journals of earlier versions do not contain the number.
+            indices = {trial.user_attrs[INDEX] for trial in study.get_trials(deepcopy=False)}
+            saved_settings["num_trials"] = len(indices)
+        for name, value in (("num_trials", tuning.num_trials), ("seed", tuning.seed)):
+            saved_value = saved_settings.get(name, value)
+            if saved_value != value:
+                key = f"study.tuning.{name}"
+                raise ValueError(
+                    f"`{key}` (={value}) must equal the value of `{study.study_name}` in "
+                    f"{self.folder} (={saved_value}), because all variants are tuned alike. Set "
+                    f"{key}={saved_value}, or set another hydra.run.dir."
+                )
+
+    def _tuning_settings(self, cell: Cell) -> dict[str, Any]:
+        tuning = self.plan.tuning
+        return {
+            "overrides": list(self.plan.tuning_overrides(cell)),
+            "axes": dict(self.plan.arms[cell.arm].axes),
+            "num_trials": tuning.num_trials,
+            "seed": tuning.seed,
+        }
+
     def _study(self, cell: Cell, phase: str, settings: Mapping[str, Any]) -> optuna.Study:
         name = f"{cell.name}/{phase}"
         study = optuna.create_study(
             study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
         )
-        saved_settings = study.user_attrs.get(SETTINGS)
-        now = {key: _plain(value) for key, value in settings.items()}
-        if saved_settings is None:
-            study.set_user_attr(SETTINGS, now)
-        elif saved_settings != now:
-            raise ValueError(
-                f"`hydra.run.dir` (={self.folder}) contains training runs of `{name}` with other "
-                f"settings ({saved_settings}, now {now}), but runs with different settings cannot "
-                "be compared. Use the same settings as before, or set another hydra.run.dir."
-            )
+        self._check_settings(study, settings)
+        if study.user_attrs.get(SETTINGS) != _plain(settings):
+            study.set_user_attr(SETTINGS, _plain(settings))
         return study
+
+    def _check_settings(self, study: optuna.Study, settings: Mapping[str, Any]) -> None:
+        """Raise if the runs of an Optuna study have other settings."""
+        saved_settings = study.user_attrs.get(SETTINGS)
+        if saved_settings is None:
+            return
+        # Journals of earlier versions do not contain the number of trials and the seed.
+        now = _plain(settings)
+        if saved_settings != {key: now[key] for key in now if key in saved_settings}:
+            raise ValueError(
+                f"`hydra.run.dir` (={self.folder}) contains training runs of `{study.study_name}` "
+                f"with other settings ({saved_settings}, now {now}), but runs with different "
+                "settings cannot be compared. Use the same settings as before, or set another "
+                "hydra.run.dir."
+            )
 
     def _request(
         self, cell: Cell, trial: optuna.Trial, overrides: tuple[str, ...], stage: Stage

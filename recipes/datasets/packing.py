@@ -118,6 +118,7 @@ class Packing:
                 f"`out` (={self.out}) must not be the same folder as `root`, because shards and class folders cannot "
                 "be in the same folder. Set out=<folder>."
             )
+        self._check_out()
         for name, least, most in (("shard_bytes", 1, 2**40), ("quality", 1, 100)):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(
@@ -129,6 +130,18 @@ class Packing:
                 f"`short_side` (={self.short_side}) must be a number of pixels above zero, or null. "
                 "Set null to keep the size of all images."
             )
+
+    def _check_out(self) -> None:
+        """Raise if the shards would lie in a folder of the unpacked dataset."""
+        out = Path(self.out).resolve()
+        for split in self.splits:
+            folder = (Path(self.root) / split).resolve()
+            if out.is_relative_to(folder):
+                raise ValueError(
+                    f"`out` (={self.out}) must not be {folder} or a folder inside it, because shards would "
+                    "become a class of the unpacked images. Set out=<folder> to a folder outside of "
+                    f"`root` (={self.root})."
+                )
 
     def run(self) -> list[Packed]:
         """Pack every split, and return one summary per split.

@@ -46,13 +46,16 @@ def checkpoint(cfg: DictConfig) -> str | None:
     """Return the path of the checkpoint from which the run resumes, or None to start from scratch.
 
     Raises:
-        ValueError: The file does not exist, all checkpoints are damaged, or the checkpoint has another configuration.
+        ValueError: The file does not exist, all checkpoints are damaged, or the checkpoint has another configuration or
+            more epochs or steps than the run.
     """
     path = _asked_for(cfg.resume, Path(cfg.run_dir))
-    if path is not None and (now := saved_configuration(cfg)) is not None:
-        refuse_other_configuration(path, now)
     if path is None:
         return None
+    now = saved_configuration(cfg)
+    if now is not None:
+        refuse_other_configuration(path, now)
+    _refuse_shorter_run(path, cfg.trainer)
     return str(path)
 
 
@@ -168,6 +171,37 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
             f"because {path} belongs to a run with another configuration.{also} Set "
             f"{key}={old.get(key)}, or start a new run in another hydra.run.dir without `resume`."
         )
+
+
+def _refuse_shorter_run(path: Path, trainer: DictConfig) -> None:
+    """Raise if a checkpoint has more epochs or steps than the trainer allows.
+
+    Lightning would raise its own error after all ranks have started, or end without training.
+    """
+    content = load_unchecked(path, map_location="cpu", mmap=True)
+    for name, unit, num_done in (
+        ("max_epochs", "epochs", _num_epochs(content)),
+        ("max_steps", "steps", content.get("global_step", 0)),
+    ):
+        limit = trainer.get(name)
+        # -1: no limit. Another type is rejected later, by name.
+        if isinstance(limit, int | float) and 0 <= limit < num_done:
+            raise ValueError(
+                f"`trainer.{name}` (={limit}) must be at least the number of {unit} of the checkpoint "
+                f"to resume from (={num_done}, in {path}). Set trainer.{name} to {num_done} or more, "
+                "or set resume=<path> to an earlier checkpoint."
+            )
+
+
+def _num_epochs(content: dict[str, Any]) -> int:
+    """Return the number of epochs that were finished when a checkpoint was saved."""
+    num_epochs = int(content.get("epoch", 0))
+    try:
+        # During the last callbacks of an epoch, `epoch` does not count it yet.
+        progress = content["loops"]["fit_loop"]["epoch_progress"]["current"]
+        return max(num_epochs, int(progress["processed"]))
+    except (KeyError, TypeError):
+        return num_epochs
 
 
 def differences(before: Any, now: Any) -> list[str]:

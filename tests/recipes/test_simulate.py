@@ -7,20 +7,22 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.estimates.layers import work_of
+from lightning_hybrid.planning.estimates.run_time import RunTime
 from lightning_hybrid.planning.estimates.scenario import Scenario, Search
 from lightning_hybrid.planning.model.cost_gloo import Gloo
 from lightning_hybrid.planning.report import memory_report
-from lightning_hybrid.planning.report.run_lines import confidence
+from lightning_hybrid.planning.report.run_lines import ComparedRun, confidence
 from lightning_hybrid.planning.report.simulate_report import SimulationReport, scaling_point
 from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
-from recipes.simulate import check_pictures, rate_of, report_of
+from recipes.simulate import check_clusters, check_pictures, rate_of, report_of
 from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
@@ -216,6 +218,28 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_simulated(mo
 def test_a_negative_number_of_plans_in_the_report_is_refused():
     with pytest.raises(ValueError, match=r"`num_shown` \(=-1\) must be a whole number, 0 or more"):
         Search(algorithms=[None], bucket_bytes=[MIB], num_shown=-1)
+
+
+def test_a_cluster_to_compare_that_is_not_described_is_refused_with_a_similar_name():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        check_clusters(["dgx_h100", "hgx_h200"])
+        with pytest.raises(
+            ValueError,
+            match=r"^`compare` \(=dgx_h10\) must contain .*, hgx_h200, .* Did you mean 'dgx_h100'\?$",
+        ):
+            check_clusters(["hgx_h200", "dgx_h10"])
+        with pytest.raises(ValueError, match=r"^`compare` \(=nosuch\) must contain .* Remove it"):
+            check_clusters(["nosuch"])
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(0.0312, "0.0312"), (9.5, "9.5"), (1234.5, "1,234")])
+def test_the_rate_of_a_slow_device_is_compared_with_three_digits(rate, shown):
+    slow = replace(scenario(), images_per_s=rate)
+    run = RunTime(work_s=1.0, run_s=1.0, low_s=1.0, high_s=1.0, elastic_s=1.0, step_bounds_s=None)
+    compared = ComparedRun(
+        cluster="mine", scenario=slow, step_s=1.0, run=run, price_per_node_hour=None
+    )
+    assert compared.cells()[2] == shown
 
 
 def test_a_model_of_unknown_pace_is_refused():

@@ -52,6 +52,11 @@ class Jitter:
             self.relative_std,
             "it is a relative standard deviation. Set 0 for none, or 0.05 for 5 % of a step",
         )
+        if not 0 <= self.slow_share <= 1:
+            raise ValueError(
+                f"`slow_share` (={self.slow_share}) must be a number from 0 to 1, because it is a "
+                "probability. Set 0 for none, or 0.01 for one rank in a hundred."
+            )
         require_number(
             "slow_factor",
             self.slow_factor,

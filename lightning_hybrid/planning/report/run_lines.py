@@ -60,6 +60,8 @@ class ComparedRun:
         scenario = self.scenario
         run = self.run
         rate = f"{scenario.images_per_s:,.0f}"
+        if scenario.images_per_s < 10:
+            rate = f"{scenario.images_per_s:.3g}"
         if scenario.is_rate_estimated:
             rate += " (estimated)"
         ends = "unknown"

@@ -138,12 +138,12 @@ def check_root(
 def check_same_classes(
     root: Path, train: Sequence[str], val: Sequence[str], *, num_classes: int
 ) -> None:
-    """Raise if training and validation have different classes, or if their number is not `num_classes`.
+    """Raise if training and validation have different classes, only one class, or not `num_classes` of them.
 
     Labels are numbered by class name, so they would have different meanings in splits with different classes.
 
     Raises:
-        ValueError: The class folders differ, or their number is not `num_classes`.
+        ValueError: The class folders differ, there is only one, or their number is not `num_classes`.
 
     >>> check_same_classes(Path("data"), ["cat", "dog"], ["cat", "cow"], num_classes=2)
     Traceback (most recent call last):
@@ -163,6 +163,12 @@ order of their names: dog only in train/; cow only in val/. Add the missing clas
             f"`root` (={root}) must have the same classes in train/ and val/, because labels "
             f"number the classes in the order of their names: {differences}. Add the missing class "
             "folders."
+        )
+    if len(train) < 2:
+        raise ValueError(
+            f"`root` (={root}) must have at least two class folders in train/ and val/, because a "
+            f"network learns to tell classes apart, but the only class is {_some(train)}. Add the "
+            "folders of the other classes."
         )
     if len(train) != num_classes:
         raise ValueError(

@@ -124,6 +124,12 @@ def test_a_spread_that_is_none_and_work_without_gradients_are_refused(relative_s
         StepWorkload(forward_s=0.0, gradients=())
 
 
+@pytest.mark.parametrize("slow_share", [-0.1, 1.5, float("nan")])
+def test_a_share_of_slow_ranks_that_is_no_probability_is_refused(slow_share):
+    with pytest.raises(ValueError, match=rf"^`slow_share` \(={slow_share}\) must be .* 0 to 1"):
+        Jitter(slow_share=slow_share)
+
+
 def test_the_step_is_the_slowest_ranks():
     jitter = Jitter(slow_share=1.0, slow_factor=3.0)
     plain = simulated(SIXTEEN, on_gpus(), jitter=Jitter())

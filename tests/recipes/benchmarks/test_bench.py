@@ -7,6 +7,7 @@ import torch
 from hydra.utils import instantiate
 from torch import nn
 
+from recipes.bench import benches_of
 from recipes.benchmarks.gradient_sets import GradientSet, linear_8mib_shapes
 from recipes.benchmarks.report import HEADER, Timing, aligned, cells, markdown, write_bench
 from recipes.cli import launch
@@ -30,6 +31,29 @@ def test_a_mistake_is_reported_in_one_message_before_anything_is_launched(mistak
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]), launch.short_errors():
         instantiate(configured(mistake)[mistake.split(".")[0]])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (
+            ["steps=null"],
+            r"`allreduce` \(=null\), `parts.gradients` \(=\[\]\) and `steps` \(=null\)",
+        ),
+        (["parts=null", "steps.gradients=[]"], r".*`steps.gradients` \(=\[\]\)"),
+    ],
+)
+def test_a_bench_that_would_measure_nothing_is_refused(overrides, values):
+    with pytest.raises(ValueError, match=rf"^{values} must not all be empty"):
+        benches_of(configured("allreduce=null", *overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides", [["steps=null"], ["allreduce=null", "steps=null", "parts.gradients=[resnet50]"]]
+)
+def test_one_section_is_enough_for_a_bench(overrides):
+    kinds = {type(bench).__name__ for bench in benches_of(configured(*overrides))}
+    assert kinds <= {"AllReduceBench", "PartsBench"}
 
 
 def test_gradients_are_ready_from_the_last_to_the_first_and_scale_with_the_loss():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
 from omegaconf import OmegaConf
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from lightning_hybrid import HybridAllReduceStrategy
 from recipes.cli import config_check, key_note, launch
 from recipes.cli.world import accumulation, num_ranks, world_from_launcher
+from recipes.pack import KEYS as PACK_KEYS
 from recipes.training.build import build
 from recipes.training.keys import TRAIN_KEYS
 from tests.checkout import ROOT
@@ -153,6 +155,22 @@ def test_an_argument_that_conf_leaves_out_is_named_with_the_plus_that_adds_it():
     keys = "`node_slices` is model.slice_fc, `start_method` is +strategy.start_method"
     assert key_note.note_of(message, cfg) == f"Keys of the recipe: {keys}."
     assert key_note.note_of("nothing is named here", cfg) == ""
+
+
+def test_an_override_may_replace_the_only_reference_to_a_key(monkeypatch):
+    def check(*overrides):
+        cfg = compose("pack", ["root=x", "out=y", "run_dir=z", *overrides], True)
+        monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
+        monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+        job_cfg = OmegaConf.masked_copy(cfg, [name for name in cfg if name != "hydra"])
+        config_check.check(job_cfg, PACK_KEYS)
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        check("packing.short_side=16")
+        check("packing.short_side=16", "packing.verify=false", "packing=images")
+        for wrong in (["+shrot_side=3"], ["packing=text", "+short_side=3"]):
+            with pytest.raises(ValueError, match=r"\(=3\) must be a key of this recipe"):
+                check("packing.root=x", *wrong)
 
 
 def test_a_key_that_hydra_notes_on_an_error_is_named_as_one_in_its_message():

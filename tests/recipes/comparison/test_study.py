@@ -1,5 +1,6 @@
 """Comparison study: it tunes every variant equally, pairs seeds, and neither loses nor repeats finished fits."""
 
+import json
 import statistics
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def studied(folder, *, pool_class=PoolOfThreads, num_workers=2, **changes):
         study_journal = journal.StudyJournal(
             folder, plan, pool, tell=lambda line: None, run=planted
         )
+        study_journal.check()
         for cell in plan.cells:
             results[cell] = study_journal.test(cell, study_journal.tune(cell))
     return plan, results
@@ -158,6 +160,50 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
         match=r"`hydra.run.dir` \(=.*\) contains training runs of `base_1/tuning` with other settings",
     ):
         studied(tmp_path, trial=("trainer.max_epochs=2",))
+
+
+OTHER_TUNING = {
+    "more trials": ({"num_trials": 5}, r"`study.tuning.num_trials` \(=5\) must equal .* \(=4\)"),
+    "fewer trials": ({"num_trials": 3}, r"`study.tuning.num_trials` \(=3\) must equal .* \(=4\)"),
+    "another seed": ({"seed": 9}, r"`study.tuning.seed` \(=9\) must equal .* \(=0\)"),
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize(("changes", "message"), OTHER_TUNING.values(), ids=OTHER_TUNING)
+def test_another_tuning_is_refused_before_the_first_fit(tmp_path, changes, message, is_old):
+    studied(tmp_path, only=("base",))
+    num_fits = calls(tmp_path).total()
+    if is_old:
+        make_old(tmp_path / "journal.jsonl")
+        if "seed" in changes:
+            message = r"with other settings .*'seed=0'.* now .*'seed=9'"
+    tuning = {"num_trials": 4, "seed": 0, "num_images": 500, **changes}
+    for only in (("method",), None):
+        if is_old and "seed" in changes and only:
+            continue  # the old journal has the seed only among the overrides of each cell
+        with pytest.raises(ValueError, match=message):
+            studied(tmp_path, only=only, tuning=Tuning(**tuning))
+    assert calls(tmp_path).total() == num_fits
+
+
+def test_a_journal_of_an_earlier_version_continues(tmp_path):
+    studied(tmp_path, only=("base",))
+    make_old(tmp_path / "journal.jsonl")
+    studied(tmp_path)
+    assert calls(tmp_path).total() == NUM_FITS
+
+
+def make_old(path):
+    """Remove the settings that journals of earlier versions do not contain."""
+    lines = []
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        settings = entry.get("user_attr", {}).get("settings", {})
+        for name in ("num_trials", "seed"):
+            settings.pop(name, None)
+        lines.append(json.dumps(entry))
+    path.write_text("\n".join(lines) + "\n")
 
 
 def test_a_folder_in_use_is_refused(tmp_path):

@@ -113,6 +113,19 @@ def test_another_packing_into_the_same_folder_is_refused(root, tmp_path):
         packing_of(root, tmp_path / "out").run()
 
 
+@pytest.mark.parametrize("out", ["train", "val", "train/n01", "val/shards", "shards/../train"])
+def test_shards_do_not_go_into_a_folder_of_the_unpacked_images(root, out):
+    before = files_of(root)
+    with pytest.raises(ValueError, match=r"`out` \(=.*\) must not be .*/root/(train|val) or"):
+        packing_of(root, root / out).run()
+    assert files_of(root) == before
+
+
+def test_shards_may_go_beside_the_splits(root):
+    packing_of(root, root / "shards").run()
+    assert ShardedImages(root / "shards" / "train").classes == ("n01", "n02", "n03")
+
+
 def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path):
     small = root / "train" / "n01" / "00300.JPEG"
     small.write_bytes(image_of(0))

@@ -144,6 +144,20 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
     assert "slice_fc" not in str(caught.value)
 
 
+def test_a_run_shorter_than_its_checkpoint_is_refused_and_an_equally_long_one_is_not(tmp_path):
+    progress = {"current": {"completed": 11, "processed": 12}}
+    loops = {"fit_loop": {"epoch_progress": progress}}
+    saved(tmp_path / "checkpoints", "last.ckpt", 48, epoch=11, loops=loops)
+    for enough in ("trainer.max_epochs=12", "trainer.max_epochs=-1", "trainer.max_steps=48"):
+        assert resume.checkpoint(configured(tmp_path, "resume=auto", enough)) is not None
+    for key, value, num_done in (("max_epochs", 11, 12), ("max_steps", 47, 48)):
+        with pytest.raises(
+            ValueError,
+            match=rf"^`trainer.{key}` \(={value}\) must be at least .* \(={num_done}, in .*last.ckpt",
+        ):
+            resume.checkpoint(configured(tmp_path, "resume=auto", f"trainer.{key}={value}"))
+
+
 def fit_from(paths, call="fit"):
     """Fit with a different checkpoint on each rank, and return the error and the number of steps."""
     callbacks = [resume.SameCheckpoint(paths[dist.get_rank()])]

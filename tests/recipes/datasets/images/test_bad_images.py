@@ -46,6 +46,12 @@ def a_class_more(root):
         shutil.copytree(root / split / "n03", root / split / "n04")
 
 
+def one_class(root):
+    for split in ("train", "val"):
+        shutil.rmtree(root / split / "n01")
+        shutil.rmtree(root / split / "n03")
+
+
 def classes_left_out(root):
     for path in (root / "val").glob("*/*"):
         path.rename(root / "val" / path.name)
@@ -73,6 +79,10 @@ INCOMPLETE = {
     "other classes in validation": (
         lambda root: (root / "val" / "n02").rename(root / "val" / "n04"),
         r"same classes in train/ and val/, because .*: n02 only in train/; n04 only in val/",
+    ),
+    "one class": (
+        one_class,
+        r"`root` \(=.*imagenet\) must have at least two class folders .* only class is n02\. Add",
     ),
     "a class more than the network has": (
         a_class_more,
