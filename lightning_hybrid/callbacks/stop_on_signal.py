@@ -108,6 +108,10 @@ class StopOnSignal(Callback):
         """Load the loggers' step counter, which `on_train_batch_start` applies to the trainer."""
         self._logger_step = state_dict.get("steps_of_loggers")
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Restore Lightning's own signal handlers, because a `fit` that failed has not done so."""
+        _restore_handlers(trainer)
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Discard stop requests of an earlier `fit` call, and record requests from now on."""
         self._request = NO
@@ -157,8 +161,6 @@ class StopOnSignal(Callback):
         if trainer.world_size > 1:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
-        if self._request:
-            self._stop_single_rank(trainer)
 
     on_sanity_check_start = on_train_start  # a signal takes effect before the first training batch
 
@@ -237,8 +239,7 @@ class StopOnSignal(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore Lightning's own signal handlers and its broadcast of the SIGTERM flag."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-            vars(trainer._signal_connector).pop(name, None)
+        _restore_handlers(trainer)
 
     def _on_signal(
         self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None
@@ -334,6 +335,11 @@ def _forget_batches_of_finished_epoch(trainer: pl.Trainer) -> None:
         loop.batch_progress.reset_on_run()
         loop.scheduler_progress.reset_on_run()
         loop.automatic_optimization.optim_progress.reset_on_run()
+
+
+def _restore_handlers(trainer: pl.Trainer) -> None:
+    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        vars(trainer._signal_connector).pop(name, None)
 
 
 def _is_main_thread() -> bool:

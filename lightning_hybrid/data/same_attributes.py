@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -59,9 +60,11 @@ class SameAttributes:
 
 
 def _values_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    values = dict(vars(loader))
-    for name in _SEPARATE:
-        values.pop(name, None)
+    values = {}
+    for name, value in vars(loader).items():
+        # Iterators belong to a pass of one of the loaders.
+        if name not in _SEPARATE and not isinstance(value, Iterator):
+            values[name] = value
     return values
 
 

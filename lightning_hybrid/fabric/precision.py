@@ -85,9 +85,10 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         self.optimizer_steps.to(device)
 
     def forget_dead_modules(self) -> None:
-        """Drop the half-precision copies and loss scales of modules that no longer exist.
+        """Drop the half-precision copies of modules that no longer exist on this rank.
 
-        A loop may train several models one after another with the same Fabric.
+        A loop may train several models one after another with the same Fabric. Their loss scales stay until all ranks
+        have agreed to drop them, because ranks free modules at different times.
         """
         assert self.window is not None
         assert self.gradients is not None
@@ -96,7 +97,6 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         dead = self.window.remove_dead()
         if dead:
             self.gradients.forget(dead)
-            self.optimizer_steps.forget(dead)
 
     def keep_gradients_in_rebuild(self, wrapped: DistributedDataParallel) -> None:
         """Register a hook that keeps fp32 gradients unrounded while a DDP wrapper rebuilds its buckets.

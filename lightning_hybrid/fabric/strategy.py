@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -148,6 +148,9 @@ class FabricHybridAllReduce(_Base):
         self._engines: list[CommEngine] = []
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # one for each engine
         self._modules = LivingModules()  # modules that were set up
+        # Each module that was set up, with the `id`s of its parameters, until it is dead on all ranks.
+        self._parameters_of: list[tuple[weakref.ref[nn.Module], set[int]]] = []
+        self._has_new_module = False  # since the last backward, besides other modules
         self._joined_steps: JoinedSteps | None = None  # with `uneven_batches="join"`
         self._agreements: list[BatchAgreement] = []  # one for each joined loader
         # DDP wrapper of each parameter whose gradient it averages, by the parameter's `id`.
@@ -256,27 +259,35 @@ class FabricHybridAllReduce(_Base):
         self._engines.append(engine)
         self._failures.engine = engine
         self._modules.append(module)
+        parameters = {id(parameter) for parameter in module.parameters()}
+        self._parameters_of.append((weakref.ref(module), parameters))
         reference = weakref.ref(wrapped)
         self._wrappers.append(reference)
         self._wrapper_of |= dict.fromkeys(averaged, reference)
+        self._has_new_module = len(self._engines) > 1
         return wrapped
 
     def _close_unused_engines(self) -> None:
-        """Close the engines of DDP wrappers that no longer exist on any rank.
+        """Close the engines and drop the loss scales of models that no longer exist on any rank.
 
-        Collective if there are engines: every rank must call it, in the same order. Ranks free their wrappers at
-        different times, and agree here on the engines to close.
+        Collective if there are engines: every rank must call it, in the same order. Ranks free their wrappers and
+        modules at different times, and agree here on those to drop.
         """
         if not self._engines:
             return
-        is_unused = [float(wrapped() is None) for wrapped in self._wrappers]
-        agreed = torch.tensor(is_unused, device=self.root_device)
+        is_dead = [float(wrapped() is None) for wrapped in self._wrappers]
+        is_dead += [float(module() is None) for module, _ in self._parameters_of]
+        agreed = torch.tensor(is_dead, device=self.root_device)
         if self.world_size > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        are_dead = [flag > 0 for flag in agreed.tolist()]
+        num_engines = len(self._engines)
+        self._forget_modules(are_dead[num_engines:])
+
         engines: list[CommEngine] = []
         wrappers: list[weakref.ref[DistributedDataParallel]] = []
         for engine, wrapped, closes in zip(
-            self._engines, self._wrappers, agreed.tolist(), strict=True
+            self._engines, self._wrappers, are_dead[:num_engines], strict=True
         ):
             if closes:
                 engine.close()
@@ -293,6 +304,21 @@ class FabricHybridAllReduce(_Base):
             if key in living:
                 wrapper_of[key] = wrapped
         self._wrapper_of = wrapper_of
+
+    def _forget_modules(self, are_dead: Sequence[bool]) -> None:
+        """Drop the loss scales of the modules that are dead on all ranks."""
+        dead: set[int] = set()
+        living: set[int] = set()
+        remaining = []
+        for entry, is_dead in zip(self._parameters_of, are_dead, strict=True):
+            if is_dead:
+                dead |= entry[1]
+            else:
+                living |= entry[1]
+                remaining.append(entry)
+        self._parameters_of = remaining
+        if dead and self._half is not None:
+            self._half.optimizer_steps.forget(dead - living)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Register an optimizer with the precision plugin, which creates its loss scale."""
@@ -354,6 +380,10 @@ class FabricHybridAllReduce(_Base):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass like DDP, with a weighted loss if the batch is from a joined loader."""
+        if self._has_new_module:
+            # At the latest now, a loop over several models has released the previous one.
+            self._has_new_module = False
+            self._close_unused_engines()
 
         def run(loss: Tensor) -> None:
             self._run_backward(loss, module, *args, **kwargs)
@@ -395,7 +425,8 @@ class FabricHybridAllReduce(_Base):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the optimizer step, after a check that all gradients are averaged."""
         if self.world_size > 1:
-            refuse_what_is_not_averaged(optimizer, self._wrapper_of, self._modules)
+            averaged = {key for key, wrapped in self._wrapper_of.items() if wrapped() is not None}
+            refuse_what_is_not_averaged(optimizer, averaged, self._modules)
         return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
@@ -471,6 +502,7 @@ class FabricHybridAllReduce(_Base):
         """Close the communication engines, and restore the modules' fp32 weights."""
         self._close_engines()
         self._modules = LivingModules()
+        self._parameters_of = []
         self._wrapper_of = {}
         self._joined_steps = None
         super().teardown()

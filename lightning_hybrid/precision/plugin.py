@@ -465,7 +465,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def _has_complete_sums(self, optimizer: Optimizer, model: Any) -> bool:
         """Return whether earlier batches of the step have left gradients that need no average over ranks."""
-        if model.trainer.world_size > 1:
+        if model.trainer.world_size > 1 or model.trainer.accumulate_grad_batches == 1:
             return False
         return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 

@@ -276,3 +276,21 @@ def test_the_number_of_a_signal_is_refused_in_favour_of_its_name(number, text):
     words = rf"`signals` \(={text}\) must be names of signals, but this is a number. Set signals="
     with pytest.raises(ValueError, match=words):
         StopOnSignal(signals=[number])
+
+
+class FailsInSetup(toy.Toy):
+    def train_dataloader(self):
+        raise FileNotFoundError("no data")
+
+
+def handlers_after_a_failed_fit(folder):
+    trainer = toy.trainer(callbacks=[StopOnSignal(folder)])
+    module = FailsInSetup()
+    with pytest.raises(FileNotFoundError):
+        trainer.fit(module)
+    trainer.validate(module, toy.loader(), verbose=False)
+    return [name for name in vars(trainer._signal_connector) if name.endswith("_handler_fn")]
+
+
+def test_a_failed_fit_leaves_lightnings_own_handlers_to_a_later_validation(one_rank, tmp_path):
+    assert one_rank.run(handlers_after_a_failed_fit, str(tmp_path)) == [[]]

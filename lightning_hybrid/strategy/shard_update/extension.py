@@ -82,13 +82,14 @@ class ShardUpdateExtension(FitExtension):
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
         """Decide whether the next step reduce-scatters gradients or all-reduces them."""
         is_unobserved = self._sharded_fit.is_unobserved(fit.module)
-        # Each rank decides alone from its own hooks and callbacks, so ranks compare their decisions.
-        fit.engine.order_note = ""
-        if not is_unobserved:
-            fit.engine.order_note = ", with gradients that a hook or callback may read"
         scatter = self._sharded_fit.scatter
         if scatter is not None:
             scatter.prepare_step(is_unobserved)
+        # Each rank decides alone from its own hooks and callbacks, so ranks compare decisions that have an effect.
+        has_effect = self._sharded_fit.is_half or (scatter is not None and scatter.is_possible)
+        fit.engine.order_note = ""
+        if has_effect and not is_unobserved:
+            fit.engine.order_note = ", with gradients that a hook or callback may read"
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Run the optimizer step, after checking that no user code reads reduce-scattered gradients."""

@@ -124,6 +124,7 @@ class GradientScatter:
 
     Attributes:
         is_on: Whether buckets of the current step are reduce-scattered.
+        is_possible: Whether any step may reduce-scatter.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class GradientScatter:
     ) -> None:
         self._engine = engine
         self._shard_of = shard_of
-        self._is_possible = is_possible
+        self.is_possible = is_possible
         sharers = engine.topology.sharers(engine.update_scope)
         self._rank = sharers.index(engine.topology.rank)
         self._num_ranks = len(sharers)
@@ -146,7 +147,7 @@ class GradientScatter:
 
     def prepare_step(self, is_unobserved: bool) -> None:
         """Enable the reduce-scatter for the next step, unless user code reads its gradients."""
-        self.is_on = self._is_possible and is_unobserved
+        self.is_on = self.is_possible and is_unobserved
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
         """Start the reduce-scatter of a bucket and return its future, or None if it has to be all-reduced."""
