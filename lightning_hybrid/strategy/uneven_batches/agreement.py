@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_hybrid.comm.engine.node_exchange import all_gather
 from lightning_hybrid.comm.engine.process_groups import destroy, own_group
 from lightning_hybrid.comm.health.abort import end_waits
 from lightning_hybrid.comm.health.diagnosis import name_ranks
@@ -192,7 +193,7 @@ class BatchAgreement:
         if self._world_size == 1:
             return values.unsqueeze(0)
         gathered = values.new_empty(self._world_size * len(values))
-        dist.all_gather_into_tensor(gathered, values, group=self._host_group())
+        all_gather(gathered, values, group=self._host_group())
         return gathered.view(self._world_size, len(values))
 
     def _host_group(self) -> Any:
