@@ -296,6 +296,9 @@ class FabricHybridAllReduce(_Base):
                 wrappers.append(wrapped)
         self._engines = engines
         self._wrappers = wrappers
+        self._failures.engine = None
+        if engines:
+            self._failures.engine = engines[-1]  # because the last one may have been closed
 
         # The next parameter may have the `id` of one that no longer exists.
         living = {id(parameter) for parameter in self._modules.parameters()}
