@@ -279,8 +279,15 @@ def test_the_number_of_a_signal_is_refused_in_favour_of_its_name(number, text):
 
 
 class FailsInSetup(toy.Toy):
+    """Module whose fit fails, and which records the replaced signal handlers during validation."""
+
     def train_dataloader(self):
         raise FileNotFoundError("no data")
+
+    def on_validation_start(self):
+        names = ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+        connector = self.trainer._signal_connector
+        self.replaced = [name for name in names if name in vars(connector)]
 
 
 def handlers_after_a_failed_fit(folder):
@@ -289,7 +296,7 @@ def handlers_after_a_failed_fit(folder):
     with pytest.raises(FileNotFoundError):
         trainer.fit(module)
     trainer.validate(module, toy.loader(), verbose=False)
-    return [name for name in vars(trainer._signal_connector) if name.endswith("_handler_fn")]
+    return module.replaced
 
 
 def test_a_failed_fit_leaves_lightnings_own_handlers_to_a_later_validation(one_rank, tmp_path):
