@@ -161,7 +161,6 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         with self.window.opened():
             loss = self._begin_backward(tensor, parameters)
             with self._in_backward(parameters):
-                loss = self.gradients.with_outside_terms(loss)
                 super(MasterWeightMixin, self).backward(loss, model, *args, **kwargs)
             groups: Any = self.optimizer_steps.parameters_by_optimizer(parameters)
             self.gradients.finish(groups, self._scale, self._averages)

@@ -161,33 +161,6 @@ class BackwardGradients:
         for parameter, gradient in zip(parameters, rounded, strict=True):
             parameter.grad = gradient
 
-    @torch.no_grad()
-    def add_outside_terms(self, loss: Tensor) -> None:
-        """Add the gradients of loss terms that depend on the fp32 parameters, such as a weight penalty.
-
-        Such terms are computed outside of a forward pass, for example in a user's own loop. Their graph leads to the
-        fp32 tensors, which DDP does not know. Therefore a backward pass to these tensors runs first, and its gradients
-        are added to those in DDP's buckets. It visits only the nodes between these tensors and the loss. Usually
-        there are none.
-        """
-        pairs = [
-            pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad
-        ]
-        leaves = [pair.fp32 for pair in pairs]
-        if not leaves or loss.grad_fn is None:
-            return
-        with torch.enable_grad():
-            torch.autograd.backward(loss, inputs=leaves, retain_graph=True)
-        for pair in pairs:
-            if pair.fp32.grad is None:
-                continue
-            term = pair.fp32.grad.to(pair.dtype)
-            if pair.parameter.grad is None:
-                pair.parameter.grad = term
-            else:
-                pair.parameter.grad.add_(term)
-            pair.fp32.grad = None
-
     def with_outside_terms(self, loss: Tensor) -> Tensor:
         """Return the loss with edges from terms of the fp32 parameters to the half-precision parameters.
 
@@ -196,6 +169,9 @@ class BackwardGradients:
         nodes between them and the loss. Usually there are none. The returned loss has the same value, and its backward
         pass adds the gradients of these terms to those of the half-precision parameters. It runs DDP's hook of a
         parameter once, even if the parameter is used only in such terms.
+
+        Returns:
+            The new loss, or the given tensor itself if there are no such terms.
         """
         pairs = [
             pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad
@@ -212,7 +188,7 @@ class BackwardGradients:
         for pair, gradient in zip(pairs, gradients, strict=True):
             if gradient is not None:
                 parameters.append(pair.half)
-                terms.append(gradient.to(pair.dtype))
+                terms.append(gradient)
         if not terms:
             return loss
         with torch.enable_grad():
@@ -438,18 +414,26 @@ class BackwardGradients:
 
 
 class _OutsideTerms(torch.autograd.Function):
-    """Function whose output is zero, and whose backward pass returns given gradients of the parameters."""
+    """Function whose output is zero, and whose backward pass returns given gradients of the parameters.
+
+    They are multiplied by the gradient of the output, as in any backward pass, and rounded to half precision afterwards.
+    """
 
     @staticmethod
     def forward(ctx: Any, zero: Tensor, terms: list[Tensor], *parameters: Tensor) -> Tensor:
         """Store the gradients, and return zero."""
         ctx.terms = terms
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
         return zero
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Return the stored gradients."""
-        return None, None, *ctx.terms
+        """Return the stored gradients times the gradient of the output."""
+        products = torch._foreach_mul(ctx.terms, gradient)
+        rounded = [
+            product.to(dtype) for product, dtype in zip(products, ctx.dtypes, strict=True)
+        ]
+        return None, None, *rounded
 
 
 def _empty(parameter: nn.Parameter) -> None:

@@ -134,8 +134,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._has_strategy = False  # whether the strategy has called `connect_strategy`
         # `hybrid_allreduce_spawn` pickles the plugin, and `partial(bool, True)` can be pickled.
         self._is_last_backward: Callable[[], bool] = partial(bool, True)
-        # Does nothing by default.
+        # These two do nothing by default.
         self._flush_backward: Callable[[Tensor], object] = torch.is_tensor
+        self._note_used_parameters: Callable[[Tensor], object] = torch.is_tensor
         self._has_warned_of_lost_sums = False
         self._last_loss: Tensor | None = None
         self._scale: Tensor | None = None  # scale of the loss in the last backward
@@ -166,6 +167,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         *,
         is_last_backward_of_step: Callable[[], bool],
         flush_backward: Callable[[Tensor], object] = torch.is_tensor,
+        note_used_parameters: Callable[[Tensor], object] = torch.is_tensor,
     ) -> None:
         """Register the functions of a strategy that the plugin calls around each backward pass.
 
@@ -173,10 +175,13 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             is_last_backward_of_step: Function that returns whether the current backward averages gradients over ranks,
                 because an optimizer step follows.
             flush_backward: Function that ends DDP's work for a backward, given the loss, before gradients are unscaled.
+            note_used_parameters: Function that lets DDP search the graph of a loss for used parameters again. The plugin
+                calls it before a backward whose loss has terms that were computed outside of the step.
         """
         self._has_strategy = True
         self._is_last_backward = is_last_backward_of_step
         self._flush_backward = flush_backward
+        self._note_used_parameters = note_used_parameters
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store the module, which `follow_device` will convert later, and return it unchanged.
@@ -360,7 +365,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             # The product is computed in fp32, because a half-precision loss times a scale of 65,536 would overflow.
             loss = loss.float() * self._scale
         self.gradients.begin(parameters, self._scale, self._averages)
-        return loss
+        with self._in_backward(parameters):
+            loss_with_terms = self.gradients.with_outside_terms(loss)
+        if loss_with_terms is not loss:
+            self._note_used_parameters(loss_with_terms)
+        return loss_with_terms
 
     def _averages(self, parameter: Tensor) -> bool:
         return self._is_last_backward()
@@ -372,7 +381,6 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         """
         parameters = list(model.parameters())
         with self._in_backward(parameters):
-            self.gradients.add_outside_terms(tensor)  # type: ignore[union-attr]
             super().backward(tensor, model, *args, **kwargs)
 
     @contextmanager
@@ -761,6 +769,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._has_strategy = False
         self._is_last_backward = partial(bool, True)
         self._flush_backward = torch.is_tensor
+        self._note_used_parameters = torch.is_tensor
 
 
 def _does_nothing(closure: Callable[[], Any]) -> bool:

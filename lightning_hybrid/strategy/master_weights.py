@@ -117,8 +117,18 @@ class MasterWeights:
             # DDP averages gradients only in the last backward of a step. For all others Lightning clears this flag.
             return getattr(get_wrapped(), "require_backward_grad_sync", True)
 
+        def note_used_parameters(loss: Tensor) -> None:
+            model = get_wrapped()
+            if not isinstance(model, DistributedDataParallel):
+                return
+            is_searching = model.find_unused_parameters and not model.static_graph
+            if is_searching and model.require_backward_grad_sync:
+                model.reducer.prepare_for_backward([loss])
+
         self.half.connect_strategy(
-            is_last_backward_of_step=is_last_backward_of_step, flush_backward=flush_backward
+            is_last_backward_of_step=is_last_backward_of_step,
+            flush_backward=flush_backward,
+            note_used_parameters=note_used_parameters,
         )
 
     def follow_device(self, device: torch.device) -> None:

@@ -167,20 +167,6 @@ def test_scaled_gradients_are_out_of_sight_until_the_step_that_takes_them():
         scene.half.grad = torch.zeros(4, dtype=F16)
 
 
-def test_a_term_of_the_fp32_parameters_joins_the_gradients_of_the_backward():
-    scene = Scene()
-    penalty = scene.half.square().sum() + 3.0 * scene.half.sum()
-    with scene.window.opened():
-        loss = (scene.half * torch.ones(4, dtype=F16)).sum().float() + penalty
-        scene.gradients.begin(scene.parameters, None, lambda _: True)
-        scene.gradients.add_outside_terms(loss)
-        assert scene.half.grad.tolist() == [3.0] * 4, "before the backward: DDP's bucket has it"
-        loss.backward()
-        scene.gradients.finish([scene.parameters], None, lambda _: True)
-    assert scene.half.grad.tolist() == [4.0] * 4
-    assert scene.kept.grad is None
-
-
 def test_a_term_of_the_fp32_parameters_reaches_the_half_precision_parameters_once():
     scene = Scene()
     calls = []

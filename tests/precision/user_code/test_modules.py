@@ -522,6 +522,35 @@ class PenalisesWeightsByHand(Manual):
         optimizer.step()
 
 
+class ParameterOfThePenaltyAlone(PenalisesWeights):
+    """Module with a trained parameter that occurs only in a term computed before the step."""
+
+    def __init__(self, find_unused_parameters):
+        super().__init__("before the step")
+        self.ddp_options = {"find_unused_parameters": find_unused_parameters}
+
+    def build(self):
+        super().build()
+        self.center = nn.Parameter(torch.ones(3))
+
+    def penalty(self, parameters):
+        return super().penalty(parameters) + 0.1 * (self.center - self.global_rank).square().sum()
+
+
+class ParameterOfThePenaltyAloneByHand(PenalisesWeightsByHand):
+    """The same parameter in manual optimization, where the second of two backward passes uses it."""
+
+    ddp_options = {"find_unused_parameters": True}
+
+    def build(self):
+        super().build()
+        self.center = nn.Parameter(torch.ones(3))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        self.term = self.term + 0.1 * (self.center - self.global_rank).square().sum()
+
+
 class CallsTheNetBeforeTheStep(UserCode):
     """Module that keeps the graph of a forward pass before the step for a consistency term."""
 
@@ -571,6 +600,9 @@ class CountsCallsOfHooks(UserCode):
     partial(PenalisesWeights, "before the step"),
     PenalisesWeightsOnOneRank,
     PenalisesWeightsByHand,
+    partial(ParameterOfThePenaltyAlone, False),
+    partial(ParameterOfThePenaltyAlone, True),
+    ParameterOfThePenaltyAloneByHand,
     CallsTheNetBeforeTheStep,
     CountsCallsOfHooks,
 )
