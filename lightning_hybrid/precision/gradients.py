@@ -416,7 +416,7 @@ class BackwardGradients:
 class _OutsideTerms(torch.autograd.Function):
     """Function whose output is zero, and whose backward pass returns given gradients of the parameters.
 
-    They are multiplied by the gradient of the output, as in any backward pass, and rounded to half precision afterwards.
+    They are multiplied by the gradient of the output, as in any backward pass, and then rounded to half precision.
     """
 
     @staticmethod
@@ -430,9 +430,7 @@ class _OutsideTerms(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Return the stored gradients times the gradient of the output."""
         products = torch._foreach_mul(ctx.terms, gradient)
-        rounded = [
-            product.to(dtype) for product, dtype in zip(products, ctx.dtypes, strict=True)
-        ]
+        rounded = [product.to(dtype) for product, dtype in zip(products, ctx.dtypes, strict=True)]
         return None, None, *rounded
 
 

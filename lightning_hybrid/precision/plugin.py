@@ -175,8 +175,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             is_last_backward_of_step: Function that returns whether the current backward averages gradients over ranks,
                 because an optimizer step follows.
             flush_backward: Function that ends DDP's work for a backward, given the loss, before gradients are unscaled.
-            note_used_parameters: Function that lets DDP search the graph of a loss for used parameters again. The plugin
-                calls it before a backward whose loss has terms that were computed outside of the step.
+            note_used_parameters: Function that lets DDP search the graph of a loss for used parameters again. It is
+                called before a backward whose loss has terms that were computed outside of the step.
         """
         self._has_strategy = True
         self._is_last_backward = is_last_backward_of_step
