@@ -21,8 +21,8 @@ from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.placement import flattened, has_gaps
 from lightning_hybrid.precision.device_writes import WriteSearch
 
-_BLOCK = 1 << 20
-"""Number of elements compared at a time on a CPU, where the expected values of a block (2 MiB) stay in the cache."""
+_BLOCK = 1 << 18
+"""Number of elements compared at a time on a CPU, where the expected values of a block (512 KiB) stay in the cache."""
 
 _BLOCK_ON_DEVICE = 1 << 26
 """Number of elements compared at a time on other devices, where a block takes 128 MiB of memory."""
@@ -369,11 +369,12 @@ def is_rounded(half: Tensor, fp32: Tensor) -> bool:
 
     This waits for the device.
     """
-    if half.numel() <= _BLOCK or half.stride() != fp32.stride() or has_gaps(half):
+    is_on_host = half.device.type in _HOST_DEVICES
+    if not is_on_host or half.stride() != fp32.stride() or has_gaps(half):
         return torch.equal(raw_bits(half), raw_bits(fp32.to(half.dtype)))
     half_blocks = flattened(half, half).split(_BLOCK)
     fp32_blocks = flattened(fp32, fp32).split(_BLOCK)
-    expected = torch.empty(_BLOCK, dtype=half.dtype)
+    expected = torch.empty(min(half.numel(), _BLOCK), dtype=half.dtype)
     for half_block, fp32_block in zip(half_blocks, fp32_blocks, strict=True):
         expected_block = expected[: half_block.numel()].copy_(fp32_block)
         if not _same_bits(half_block, expected_block):

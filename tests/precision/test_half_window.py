@@ -196,6 +196,29 @@ def test_a_write_into_one_element_of_a_large_tensor_is_found(layout):
     assert torch.equal(parameter.detach(), expected)
 
 
+@pytest.mark.parametrize(
+    "numel", [0, 1, 4, 7, parameter_pair._BLOCK + 1, parameter_pair._BLOCK + 4]
+)
+def test_a_difference_in_the_last_element_is_found_for_any_number_of_elements(numel):
+    fp32 = torch.rand(numel)
+    half = fp32.half()
+    assert parameter_pair.is_rounded(half, fp32)
+    half[-1:] = 7.0
+    assert parameter_pair.is_rounded(half, fp32) == (numel == 0)
+
+
+def test_large_parameters_of_other_devices_are_compared_without_blocks_in_the_hosts_memory(
+    monkeypatch,
+):
+    """An unknown device type stands for a GPU, whose tensors cannot be compared with those of the host."""
+    monkeypatch.setattr(parameter_pair, "_HOST_DEVICES", set())
+    monkeypatch.delattr(parameter_pair, "_same_bits")
+    parameter = nn.Parameter(torch.rand(parameter_pair._BLOCK + 4))
+    window = HalfPrecisionWindow(nn.ParameterList([parameter]), F16)
+    with window.opened():
+        assert not window.is_written()
+
+
 def test_the_comparison_of_other_devices_gives_the_bits_of_the_cpus():
     """The comparison without a result on the host matches the CPU's. Another device type enables it here."""
     value = torch.tensor([1.0 + 2**-12, float("nan"), float("inf"), 3.1, 1e-8, 7e4])
