@@ -42,8 +42,8 @@ def check_files(root: str | Path, *, name: str = "root") -> None:
             missing.append(file_name)
     if missing:
         raise ValueError(
-            f"`{name}` (={root}) must be a folder with the files of Fashion-MNIST, but "
-            f"{', '.join(missing)} are missing. Install Debian's package (`apt-get install "
+            f"`{name}` (={root}) does not contain all files of Fashion-MNIST. Missing files: "
+            f"{', '.join(missing)}. Install Debian's package (`apt-get install "
             "dataset-fashion-mnist`), or copy the four files of "
             "github.com/zalandoresearch/fashion-mnist into a folder and set data.root=<folder>."
         )

@@ -1,4 +1,4 @@
-"""Synthetic dataset of random noise with the size of ImageNet, which reads and decodes no files."""
+"""Synthetic dataset of noise images with the size of ImageNet, which needs no image files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StoredRows(RowSource):
 
 
 class SyntheticImageNetDataModule(ImageDataModule):
-    """Data module that yields noise instead of images, in the shape and dtype of `ImageNetDataModule`.
+    """Data module that yields noise images with the shape and dtype of those of `ImageNetDataModule`.
 
     Nothing is read or decoded. Use it to measure the throughput of a network without the influence of data loading, and
     to test recipes without a dataset. Accuracies on noise are meaningless. Arguments that are not listed here are those

@@ -200,7 +200,7 @@ class TextDataModule(pl.LightningDataModule):
         values = locals()
         for name, lowest in least.items():
             require_whole(
-                name, values[name], f"it is a count. Set data.{name}=<number>", least=lowest
+                name, values[name], f"smaller values make no sense. Set data.{name}={lowest} or more", least=lowest
             )
         if root is None and packing is None:
             raise ValueError(
@@ -246,7 +246,7 @@ class TextDataModule(pl.LightningDataModule):
         }
 
     def train_dataloader(self) -> TextLoader:
-        """Create this rank's training loader, whose epoch Lightning sets."""
+        """Create this rank's training loader. Lightning calls its `set_epoch` before each epoch."""
         sequences = self.splits["train"]
         trainer = self.trainer
         order = EpochOrder(
