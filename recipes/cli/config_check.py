@@ -156,10 +156,13 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, int) and abs(value) >= 2**63:
             raise WrongValueError(
-                key, f"`{key}` (={value}) does not fit into a 64-bit integer. Set {key}=1, for example."
+                key,
+                f"`{key}` (={value}) does not fit into a 64-bit integer. Set {key}=1, for example.",
             )
         if isinstance(value, float) and math.isnan(value):
-            raise WrongValueError(key, f"`{key}` (=nan) must be a number, but nan is none. Set {key}=<number>.")
+            raise WrongValueError(
+                key, f"`{key}` (=nan) must be a number, but nan is none. Set {key}=<number>."
+            )
     for key, node in reversed(values.items()):  # nested parts before the part that contains them
         if isinstance(node, dict) and "_target_" in node:
             _require(
@@ -435,7 +438,10 @@ def _part_or_value(kind: type) -> Any:
 
     For `object`, it accepts any value, and any `_target_` from `OPEN_PACKAGES`.
     """
-    words = {object: f"from one of the packages {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
+    words = {
+        object: f"from one of the packages {', '.join(OPEN_PACKAGES)}",
+        abc.Callable: "and `_partial_: true`",
+    }
 
     def check(value: Any) -> Any:
         if not isinstance(value, Part):

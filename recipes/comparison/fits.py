@@ -164,7 +164,9 @@ class FitPool:
             FitError: The function raised an error, or its process died.
         """
         if self._is_stopped:
-            raise FitError("The pool has been stopped, because another task failed. See the error of that task.")
+            raise FitError(
+                "The pool has been stopped, because another task failed. See the error of that task."
+            )
         # a forked process would inherit the state of threads
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)

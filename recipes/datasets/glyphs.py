@@ -162,7 +162,9 @@ class GlyphsDataModule(InMemoryDataModule):
         num_train: int = NUM_TRAIN,
     ) -> None:
         require_whole(
-            "num_train", num_train, f"training needs at least one image. Set data.num_train={NUM_TRAIN}"
+            "num_train",
+            num_train,
+            f"training needs at least one image. Set data.num_train={NUM_TRAIN}",
         )
         self.num_train = num_train
         super().__init__(

@@ -344,8 +344,8 @@ class _Split:
             name, why = corrupt[-1]
             raise ValueError(
                 f"`max_corrupt_images` (={self.packing.max_corrupt_images}) is exceeded. So far, "
-                f"{len(corrupt)} images cannot be decoded, the last of which is {name} ({why}). Repair them, or set max_corrupt_images={len(corrupt)} or "
-                "more to leave them out."
+                f"{len(corrupt)} images cannot be decoded, the last of which is {name} ({why}). Repair "
+                f"them, or set max_corrupt_images={len(corrupt)} or more to leave them out."
             )
 
 

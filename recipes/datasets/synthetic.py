@@ -38,7 +38,7 @@ class StoredRows(RowSource):
             ("num_classes", num_classes),
             ("num_images", num_images),
         ):
-            require_whole(name, value, f"it is a count or a size. Set data.{name}=1 or more")
+            require_whole(name, value, f"no images could be generated. Set data.{name}=1 or more")
         self.num_images = num_images
         self.num_classes = num_classes
         self.image_size = image_size
@@ -104,7 +104,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
             ("num_val_images", num_val_images),
             ("num_stored_images", num_stored_images),
         ):
-            require_whole(name, value, f"it is a count or a size. Set data.{name}=1 or more")
+            require_whole(name, value, f"no images could be generated. Set data.{name}=1 or more")
         self.num_classes = num_classes
         self.image_size = image_size
         self.num_train_images = num_train_images

@@ -118,7 +118,9 @@ class TextPacking:
             )
         for name in ("shard_tokens", "max_chars", "max_training_chars"):
             if (value := getattr(self, name)) is not None:
-                require_whole(name, value, f"nothing would be packed otherwise. Set packing.{name}=1000000, for example")
+                require_whole(
+                    name, value, f"nothing would be packed otherwise. Set packing.{name}=1000000"
+                )
         if self.root is not None and Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
                 f"`out` (={self.out}) must not be the same folder as `root`, because shards would "

@@ -83,7 +83,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> ImageTrainLoader:
-        """Create this rank's training loader. Lightning calls its `set_epoch` before each epoch."""
+        """Create this rank's training loader. Lightning sets the loader's epoch."""
         trainer = self.trainer
         order = EpochOrder(
             num_images=self.train_rows.num_images,

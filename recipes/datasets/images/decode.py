@@ -101,7 +101,9 @@ def _decode_with_pillow(data: bytes) -> Pixels:
     except CorruptImageError:
         raise
     except Exception as error:  # Pillow's plugins raise many kinds of exceptions for invalid files
-        raise CorruptImageError(f"The image cannot be decoded: {type(error).__name__}: {error}") from error
+        raise CorruptImageError(
+            f"The image cannot be decoded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def encode_jpeg(pixels: Pixels, *, quality: int) -> bytes:

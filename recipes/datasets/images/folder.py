@@ -148,8 +148,8 @@ def check_same_classes(
     >>> check_same_classes(Path("data"), ["cat", "dog"], ["cat", "cow"], num_classes=2)
     Traceback (most recent call last):
         ...
-    ValueError: `root` (=data) has different classes in train/ and val/ (dog only in train/; cow only in val/), so labels \
-would have different meanings. Add the missing class folders.
+    ValueError: `root` (=data) has different classes in train/ and val/ (dog only in train/; cow only in val/), so \
+labels would have different meanings. Add the missing class folders.
     """
     only = [
         (sorted({*classes} - {*other_classes}), name)

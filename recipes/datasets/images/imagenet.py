@@ -82,7 +82,7 @@ class ImageNetDataModule(ImageDataModule):
             require_whole(
                 name,
                 value,
-                f"smaller values make no sense. Set data.{name}={least} or more",
+                f"the dataset cannot be loaded otherwise. Set data.{name}={least} or more",
                 least=least,
             )
         self.decoder = decoder or default_decoder()

@@ -42,7 +42,9 @@ class InMemoryDataModule(pl.LightningDataModule):
             global_batch_size,
             "each step needs at least one image. Set global_batch_size=128",
         )
-        require_whole("seed", seed, "random number generators accept no other seeds. Set data.seed=0", least=0)
+        require_whole(
+            "seed", seed, "random number generators accept no other seeds. Set data.seed=0", least=0
+        )
         if global_batch_size > self.num_train:
             raise ValueError(
                 f"`global_batch_size` (={global_batch_size}) must be at most the number of training "
@@ -72,7 +74,7 @@ class InMemoryDataModule(pl.LightningDataModule):
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def train_dataloader(self) -> TrainLoader:
-        """Create this rank's training loader. Lightning calls its `set_epoch` before each epoch."""
+        """Create this rank's training loader. Lightning sets the loader's epoch."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],
