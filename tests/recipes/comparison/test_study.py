@@ -217,7 +217,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     ("fault", "message"),
     [
         ("error", r"`optim.lr` \(=-1\) must be positive"),
-        ("exit", "the process of a fit ended with exit code 3"),
+        ("exit", "The process of a training run ended with exit code 3"),
     ],
 )
 def test_an_error_of_a_fit_ends_the_study_with_its_words(tmp_path, fault, message):
@@ -330,7 +330,7 @@ def flat(mapping, prefix=""):
             r"`study.base` \(=bass\) must be one of the variants in `study.arms`: base, method",
         ),
         ("study.only=[methods]", r"`study.only` \(=methods\) must be one of the variants"),
-        ("study.testing.seeds=[0,1]", r"`study.tuning.seed` \(=0\) must not be among"),
+        ("study.testing.seeds=[0,1]", r"`study.tuning.seed` \(=0\) must not be one of"),
         (
             "study.testing.seeds=[]",
             r"`study.testing.seeds` \(=\[\]\) must contain at least one seed",

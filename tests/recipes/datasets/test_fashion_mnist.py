@@ -125,7 +125,7 @@ def test_a_file_that_was_cut_is_refused(root):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"\0\0\x09\x01\0\0\0\x01a", "must be an IDX file"),
+        (b"\0\0\x09\x01\0\0\0\x01a", "does not begin like an IDX file"),
         (b"\0\0\x08\x01\0\0\0\x02a", r"\(=1 values\) must"),
     ],
 )
@@ -154,7 +154,7 @@ def test_the_command_line_refuses_a_folder_without_the_files_in_one_line(tmp_pat
         )
         assert len(lines) == 1
         assert lines[0].startswith(
-            f"error: `data.root` (={tmp_path}) must be a folder with the files of Fashion-MNIST"
+            f"error: `data.root` (={tmp_path}) does not contain all files of Fashion-MNIST"
         )
         assert "apt-get install dataset-fashion-mnist" in lines[0]
 

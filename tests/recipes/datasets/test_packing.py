@@ -105,7 +105,8 @@ def test_another_packing_into_the_same_folder_is_refused(root, tmp_path):
     packing_of(root, tmp_path / "out").run()
     assert files_of(tmp_path / "out") == before
     with pytest.raises(
-        ValueError, match=r"`short_side` \(=32\) must equal the value of the packing in .*\(=None\)"
+        ValueError,
+        match=r"`short_side` \(=32\) differs from the value of the packing in .*\(=None\)",
     ):
         packing_of(root, tmp_path / "out", short_side=32).run()
     (root / "train" / "n01" / "00099.JPEG").write_bytes(image_of(99))
