@@ -161,7 +161,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
             )
         if isinstance(value, float) and math.isnan(value):
             raise WrongValueError(
-                key, f"`{key}` (=nan) must be a number, but nan is none. Set {key}=<number>."
+                key, f"`{key}` (=nan) must be a number other than nan. Set {key}=<number>."
             )
     for key, node in reversed(values.items()):  # nested parts before the part that contains them
         if isinstance(node, dict) and "_target_" in node:

@@ -152,7 +152,7 @@ def accumulation(
 def batch_line(
     global_batch_size: int, world_size: int, accumulate_grad_batches: int, *, unit: str = "images"
 ) -> str:
-    """Format a line that describes how the global batch is divided among ranks and accumulation steps.
+    """Format a line that states how the global batch is divided among ranks and accumulation steps.
 
     Raises:
         ValueError: The global batch size is not divisible.

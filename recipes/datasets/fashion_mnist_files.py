@@ -27,7 +27,7 @@ SHA256 = {
 
 
 def check_files(root: str | Path, *, name: str = "root") -> None:
-    """Raise if one of the four Fashion-MNIST files is missing in a folder.
+    """Raise if one of the four Fashion-MNIST files is missing from a folder.
 
     Args:
         root: Folder with the files.

@@ -19,7 +19,7 @@ NUM_VAL = 50_000
 
 
 class StoredRows(RowSource):
-    """Source of `num_images` noise images, which repeat `num_stored` different images.
+    """Source of `num_images` noise images that cycles through `num_stored` different images.
 
     Image i is the stored image `i mod num_stored`, and its label is `i mod num_stored mod num_classes`. The images
     depend only on the seed, and not on the epoch.

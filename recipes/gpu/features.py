@@ -169,7 +169,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that training with a feature gives the same weights on all ranks, and similar ones on the CPU.
+    """Check that training with a feature gives the same weights on all ranks, and similar weights on the CPU.
 
     `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
     """

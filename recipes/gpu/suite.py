@@ -15,7 +15,7 @@ MARK = re.compile(
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the paths of test files with tests that are marked `gpu`.
+    """Return the paths of the test files that contain tests marked `gpu`.
 
     Collecting all tests with pytest would take as long as running the marked tests, and would need Hydra.
     """

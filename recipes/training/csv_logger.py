@@ -20,7 +20,7 @@ from lightning_hybrid.atomic_file import atomic_path, part_path, sync
 
 
 class _Writer(ExperimentWriter):
-    """CSV writer that leaves only complete rows in the file, even if the disk is full.
+    """CSV writer that never leaves incomplete rows in the file, even if the disk is full.
 
     Rows that cannot be written stay in memory until the disk has space. Training continues.
     """

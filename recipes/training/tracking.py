@@ -67,7 +67,7 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the loggers from a checkpoint, except a W&B run id that is already set.
+        """Restore the state of the loggers from a checkpoint, but keep a W&B run id that is already set.
 
         A run with another logger keeps the id of the checkpoint, so that its own checkpoints contain the id too.
         """

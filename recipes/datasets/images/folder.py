@@ -88,7 +88,7 @@ def class_folders(folder: Path) -> tuple[str, ...]:
 
 
 def num_images_up_to(folder: Path, most: int) -> int:
-    """Return the number of images of a split, or `most` if there are more.
+    """Count the images of a split, but stop at `most`.
 
     Because of this limit, only some folders of a large dataset are read.
     """

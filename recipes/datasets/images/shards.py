@@ -28,7 +28,7 @@ INDEX_NAME = "index.npz"
 
 
 def shard_name(shard: int) -> str:
-    """Return the file name of the shard with this number.
+    """Return the file name of the shard with the given number.
 
     >>> shard_name(7)
     'shard-00007.bin'
