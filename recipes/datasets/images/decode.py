@@ -102,7 +102,7 @@ def _decode_with_pillow(data: bytes) -> Pixels:
         raise
     except Exception as error:  # Pillow's plugins raise many kinds of exceptions for invalid files
         raise CorruptImageError(
-            f"The image cannot be decoded: {type(error).__name__}: {error}"
+            f"The image cannot be decoded ({type(error).__name__}: {error})."
         ) from error
 
 
