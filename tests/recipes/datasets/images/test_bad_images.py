@@ -276,5 +276,7 @@ def test_a_shard_cut_short_while_it_is_read_is_no_crash(shards):
     path = shards / "train" / "shard-00000.bin"
     with open(path, "r+b") as file:
         file.truncate(10)
-    with pytest.raises(CorruptImageError, match=r"The shard contains only 10 of \d+ bytes of the image"):
+    with pytest.raises(
+        CorruptImageError, match=r"The shard contains only 10 of \d+ bytes of the image"
+    ):
         images.read(0)
