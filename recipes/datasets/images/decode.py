@@ -66,7 +66,7 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
         CorruptImageError: The file is not an image, is incomplete, or has more than `MAX_PIXELS`.
     """
     if not data:
-        raise CorruptImageError("The file is empty.")
+        raise CorruptImageError("The file is empty")
     # simplejpeg is faster and gives the same bits as Pillow, because both use libjpeg-turbo with exact transforms.
     # Pillow decodes what it rejects: other formats named .JPEG (ImageNet has a PNG), and damaged files.
     if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
@@ -85,7 +85,7 @@ def _check_size(height: int, width: int) -> None:
     if height * width > MAX_PIXELS:
         raise CorruptImageError(
             f"The image has {height} x {width} pixels, which exceeds the limit of {MAX_PIXELS} pixels "
-            f"and would need {height * width * 3} bytes."
+            f"and would need {height * width * 3} bytes"
         )
 
 
@@ -102,7 +102,7 @@ def _decode_with_pillow(data: bytes) -> Pixels:
         raise
     except Exception as error:  # Pillow's plugins raise many kinds of exceptions for invalid files
         raise CorruptImageError(
-            f"The image cannot be decoded ({type(error).__name__}: {error})."
+            f"The image cannot be decoded ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -248,9 +248,9 @@ class ShardedImages(ImageSource):
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
         if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
             if len(data) != num_bytes:
-                fault = f"The shard contains only {len(data)} of {num_bytes} bytes of the image."
+                fault = f"The shard contains only {len(data)} of {num_bytes} bytes of the image"
             else:
-                fault = "The image has a wrong checksum."
+                fault = "The image has a wrong checksum"
             raise CorruptImageError(fault)
         return data
 

@@ -163,9 +163,9 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
 
 
 OTHER_TUNING = {
-    "more trials": ({"num_trials": 5}, r"`study.tuning.num_trials` \(=5\) must equal .* \(=4\)"),
-    "fewer trials": ({"num_trials": 3}, r"`study.tuning.num_trials` \(=3\) must equal .* \(=4\)"),
-    "another seed": ({"seed": 9}, r"`study.tuning.seed` \(=9\) must equal .* \(=0\)"),
+    "more trials": ({"num_trials": 5}, r"`study.tuning.num_trials` \(=5\) differs from .* \(=4\)"),
+    "fewer trials": ({"num_trials": 3}, r"`study.tuning.num_trials` \(=3\) differs from .* \(=4\)"),
+    "another seed": ({"seed": 9}, r"`study.tuning.seed` \(=9\) differs from .* \(=0\)"),
 }
 
 
