@@ -69,7 +69,7 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "a number of at least {ge:g}",
     "missing": "complete, but {name} is missing",
-    "unexpected_keyword_argument": "a known argument",
+    "unexpected_keyword_argument": "a known key",
     "too_long": "of at most {max_length} items",
     "literal_error": "{expected}",
 }
