@@ -1,4 +1,4 @@
-"""Start-up code that every command imports first, for import path, threads and command line.
+"""Start-up code that every command imports first: it sets the import path, limits threads and reads the command line.
 
 `recipes` is not installed as a package. Python puts the folder of a script first on its path, so the commands find this
 module there.

@@ -1,4 +1,4 @@
-"""Benchmarks of all-reduces, of all gradients of a network, and of training steps.
+"""Command that benchmarks single all-reduces, the all-reduce of all gradients of a network, and training steps.
 
 Run `python recipes/bench.py devices=4`, or use torchrun.
 """
@@ -59,7 +59,7 @@ def benches_of(cfg: DictConfig) -> list[Any]:
                 values.append(f"`{name}.gradients` (=[])")
         raise ValueError(
             f"{', '.join(values[:-1])} and {values[-1]} must not all be empty, because nothing would be "
-            "measured. Leave allreduce=null or steps=null out, or set parts.gradients=[resnet50]."
+            "measured. Remove allreduce=null or steps=null, or set parts.gradients=[resnet50]."
         )
     return [instantiate(section) for section in sections]
 
@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> None:
         topology = Topology.discover()
         world = CommPlan().describe(topology).partition(";")[0]
         fabric.print(world)
-        fabric.print("Every row is printed when it is measured.")
+        fabric.print("Each row is printed as soon as it has been measured.")
         rows = list[bench_report.Timing]()
         printed_header: tuple[str, ...] = ()
         for row in chain.from_iterable(bench.run(fabric, topology) for bench in benches):
@@ -108,7 +108,7 @@ def main(cfg: DictConfig) -> None:
                 folder, rows, link_bytes_per_s=cfg.link_bytes_per_s, config=config, title=title
             )
             print(
-                f"\n{bench_report.markdown(rows, cfg.link_bytes_per_s)}\n\nwritten to {folder.resolve()}",
+                f"\n{bench_report.markdown(rows, cfg.link_bytes_per_s)}\n\nWritten to {folder.resolve()}",
                 flush=True,
             )
 

@@ -1,4 +1,4 @@
-"""Checks of this library on the GPUs of a machine: training, several ranks, failures, streams and speed.
+"""Checks of this library on a machine's GPUs: training, features on several ranks, failures, streams and speed.
 
   out=gpu_check       folder for report.json, report.html and gpu_report.zip, written after each check
   minutes=50          time for all checks; checks that do not fit in are skipped
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            f"error: torch.cuda.is_available() is False: {machine.why_no_gpu()}. Install a driver "
+            f"error: PyTorch finds no usable GPU, because {machine.why_no_gpu()}. Install a driver "
             "that supports the CUDA version of torch, or use --device cpu for the checks that "
             "need no GPU."
         )
@@ -174,11 +174,14 @@ def main(arguments: list[str]) -> int:
     for check in again:
         outcomes.pop(check.name, None)
     if outcomes:
-        print(f"Passed here before, and not run again: {', '.join(outcomes)}.", flush=True)
+        print(
+            f"These checks passed here before, and are not run again: {', '.join(outcomes)}.",
+            flush=True,
+        )
     left = [check for check in checks if check.name not in outcomes]
     minutes = sum(check.gpu_s for check in left) / 60
     print(
-        f"{len(left)} checks: on one GPU some {minutes:.0f} minutes by estimate, here {limit_s / 60:g} at most."
+        f"{len(left)} checks run. They take about {minutes:.0f} minutes on one GPU, and at most {limit_s / 60:g} here."
     )
 
     def note(outcome: runner.CheckOutcome) -> None:
@@ -194,7 +197,7 @@ def main(arguments: list[str]) -> int:
     shown_outcomes = list(outcomes.values())
     lines = [
         runner.tables(shown_outcomes),
-        f"{runner.summary(shown_outcomes)} To be sent: {out / page.ARCHIVE}",
+        f"{runner.summary(shown_outcomes)} The archive to send is {out / page.ARCHIVE}.",
     ]
     print("", "\n\n".join(lines), "", *page.promises(CHECKS, shown_outcomes), sep="\n", flush=True)
     return sum(outcome.status == "FAIL" for outcome in shown_outcomes)

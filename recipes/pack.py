@@ -31,7 +31,7 @@ def main(cfg: DictConfig) -> None:
         packing = instantiate(cfg.packing)
         if cfg.check:
             packing.check()
-            print(f"all shards in {packing.out} are undamaged", flush=True)
+            print(f"All shards in {packing.out} are intact.", flush=True)
             return
         for packed in packing.run():
             print(packed, flush=True)

@@ -82,12 +82,12 @@ if __name__ == "__main__":
     shutil.rmtree(runs, ignore_errors=True)
     print("1/3 Two processes train without interruption.")
     undisturbed = train(f"{runs}/undisturbed")
-    print("2/3 The same again, but process 1 is killed at step 50.")
+    print("2/3 The same run starts again, but process 1 is killed at step 50.")
     try:
         train(f"{runs}/killed_and_resumed", kill_at_step=50)
     except Exception as error:
         print(error)
-    print("3/3 The same call again resumes from the last checkpoint.")
+    print("3/3 The same call resumes from the last checkpoint.")
     resumed = train(f"{runs}/killed_and_resumed")
     print(
         "identical weights:", all(torch.equal(resumed[name], undisturbed[name]) for name in resumed)

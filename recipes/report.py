@@ -23,7 +23,7 @@ def main(cfg: DictConfig) -> None:
     folder = Path(cfg.run_dir)
     compare_runs.write_comparison(folder, runs, title=cfg.title)
     print(
-        f"{compare_runs.text_table(runs)}\n\nwritten to {folder.resolve() / 'report.html'}",
+        f"{compare_runs.text_table(runs)}\n\nWritten to {folder.resolve() / 'report.html'}",
         flush=True,
     )
 

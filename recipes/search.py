@@ -83,17 +83,17 @@ def main(cfg: DictConfig) -> float | None:
         on_end=print_row,
     )
     num_left = search.num_trials - search.num_ended()
-    print(f"{num_left} of {search.num_trials} trials follow\n{report.header()}", flush=True)
+    print(f"{num_left} of {search.num_trials} trials remain.\n{report.header()}", flush=True)
     runner.run()
 
     rounds = search.rounds()
     report.write(folder, search.study, rounds)
-    print(f"\n{report.table(rounds)}\n\nwritten to {folder.resolve()}")
+    print(f"\n{report.table(rounds)}\n\nWritten to {folder.resolve()}")
     if not search.is_complete():
         print("The search is not complete. Run it again with the same hydra.run.dir to continue.")
     best = report.best(rounds)
     if best is None:
-        raise SystemExit("error: no trial was completed. See the reasons in the table.")
+        raise SystemExit("error: No trial was completed. See the reasons in the table.")
     for key in report.edges(best):
         print(
             f"The best {key} lies at an end of its range. Widen axes.{key}.low or axes.{key}.high."

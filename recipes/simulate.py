@@ -84,7 +84,7 @@ def network_of(cfg: DictConfig) -> nn.Module:
 
 
 def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
-    """Return the images per second of one device, and whether they are estimated from its peak FLOP/s.
+    """Return the throughput of a device in images per second, and whether it is estimated from peak FLOP/s.
 
     Args:
         cfg: Configuration of the command.
@@ -186,7 +186,7 @@ def report_of(cfg: DictConfig) -> SimulationReport:
 
 
 def check_clusters(names: Sequence[str]) -> None:
-    """Raise if there is no description of a cluster to compare.
+    """Raise if a cluster to compare has no description.
 
     Raises:
         ValueError: The message lists all descriptions.
@@ -194,9 +194,9 @@ def check_clusters(names: Sequence[str]) -> None:
     choices = GlobalHydra.instance().config_loader().get_group_options("cluster")
     for name in names:
         if name not in choices:
-            hint = did_you_mean(name, choices) or " Remove it from the list."
+            hint = did_you_mean(name, choices) or " Remove it from `compare`."
             raise ValueError(
-                f"`compare` (={name}) must contain only names of clusters: {', '.join(choices)}.{hint}"
+                f"`compare` (={name}) must contain only these clusters: {', '.join(choices)}.{hint}"
             )
 
 
@@ -212,7 +212,7 @@ def comparison(cfg: DictConfig) -> str:
     if prices and len(prices) != len(names):
         raise ValueError(
             f"`prices_per_node_hour` (={prices}) must contain one price for each entry of "
-            f"`compare` (={names}), in the same order. Set as many prices, or leave them out."
+            f"`compare` (={names}), in the same order. Set that many prices, or leave `prices_per_node_hour` out."
         )
     differing = ("cluster=", "compare=", "prices_per_node_hour=")
     shared = []
@@ -270,7 +270,7 @@ def main(cfg: DictConfig) -> None:
         )
 
         pictures.draw_simulation(report, folder)
-    print(f"{report.printed()}\n\nwritten to {folder.resolve()}", flush=True)
+    print(f"{report.printed()}\n\nWritten to {folder.resolve()}", flush=True)
 
 
 if __name__ == "__main__":

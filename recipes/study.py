@@ -56,9 +56,9 @@ def main(cfg: DictConfig) -> None:
             for cell in plan.cells:
                 point = journal.tune(cell)
                 tested[cell] = journal.test(cell, point)
-                say(f"{cell.name}: {tested[cell].core_s / 3600:.2f} hours of one core")
+                say(f"{cell.name} took {tested[cell].core_s / 3600:.2f} core hours.")
                 (folder / "table.md").write_text(f"{table_of(plan, tested)}\n")
-    say(f"\n{table_of(plan, tested)}\n\nwritten to {folder}")
+    say(f"\n{table_of(plan, tested)}\n\nWritten to {folder}")
 
 
 if __name__ == "__main__":

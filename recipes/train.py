@@ -15,14 +15,14 @@ from recipes.training.build import build
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
-    """Train and test the network, and return the test accuracy, by which Hydra sweeps compare jobs."""
+    """Train and test the network, and return the test accuracy for the comparison of jobs in Hydra sweeps."""
     with launch.job(cfg) as trainers:
         with launch.short_errors(cfg):
             ckpt_path = resume.checkpoint(cfg)
             trainer, module, data = build(cfg, ckpt_path)
             tracking.begin(trainer, cfg, overrides=HydraConfig.get().overrides.task)
         trainers.append(trainer)
-        rank_zero_info(f"run directory: {cfg.run_dir}")
+        rank_zero_info(f"The run directory is {cfg.run_dir}.")
         trainer.fit(module, data, ckpt_path=ckpt_path)
         trainer.test(module, data, verbose=False)
         tracking.send_report(trainer, cfg.run_dir)

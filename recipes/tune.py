@@ -93,7 +93,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
     if not str(cfg.name).isidentifier():
         raise ValueError(
             f"`name` (={cfg.name}) must consist of letters, digits and _, because it is used as "
-            "cluster=<name>. Set another name."
+            "cluster=<name>. Set name=my_cluster, for example."
         )
     folder = Path(cfg.run_dir)
     try:
@@ -103,8 +103,8 @@ def check_tune_keys(cfg: DictConfig) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"`hydra.run.dir` (={folder}) must be a writable folder: {error.strerror}. Set "
-            "hydra.run.dir=<folder> to a folder for the measurements."
+            f"`hydra.run.dir` (={folder}) cannot be written to: {error.strerror}. Set "
+            "hydra.run.dir=<folder> to a writable folder for the measurements."
         ) from error
 
 
@@ -157,7 +157,7 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
         dist.all_gather_object(answers, asdict(asked))
     except RuntimeError as error:
         raise ValueError(
-            f"`world` (={fabric.world_size} ranks) must be able to connect: {first_line(error)}. "
+            f"`world` (={fabric.world_size} ranks) cannot connect: {first_line(error)}. "
             f"Start all ranks within measure.timeout_s={asked.timeout_s:g} s of each other. Check "
             "that they reach each other over the network interface in GLOO_SOCKET_IFNAME "
             "(NCCL_SOCKET_IFNAME on GPUs). If it is unset, the interface of the host name is used."
@@ -168,7 +168,7 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
 
 
 def words_of(cfg: DictConfig, network: str) -> TuneWords:
-    """Extract the names and settings for the report from the configuration."""
+    """Extract the names and settings that the report shows from the configuration."""
     return TuneWords(name=cfg.name, network=network, about=cfg.about, num_shown=cfg.num_shown)
 
 
@@ -176,7 +176,7 @@ def usage_lines(folder: Path, name: str) -> str:
     """Format example commands that use the files written by this command."""
     return "\n".join(
         [
-            f"written to {folder.resolve()}; use it by",
+            f"Written to {folder.resolve()}. Use it with:",
             f"  {command('simulate')} --config-dir={folder} cluster={name} num_nodes=<nodes>",
             f"  {command('train')} strategy.comm.plan={folder / 'plan.json'}",
         ]

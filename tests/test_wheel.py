@@ -172,7 +172,7 @@ def test_simulate_and_pack(installed):
     installed.run("lightning-hybrid", "pack", "root=pictures", "out=packed")
     assert (installed.folder / "packed" / "train").is_dir()
     wrong = installed.run("lightning-hybrid", "pack", "root=nowhere", "out=nothing", code=2)
-    assert wrong == "error: `root`: no such folder: nowhere. Set root to the folder to pack.\n"
+    assert wrong == "error: `root` (=nowhere) does not exist. Set root to the folder to pack.\n"
 
 
 def test_gpu_check_on_a_cpu(installed):

@@ -28,7 +28,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceBench:
-    """Benchmark that compares all-reduce algorithms by their time per call, for several sizes and dtypes.
+    """Benchmark of the time per call of several all-reduce algorithms, for a range of tensor sizes and dtypes.
 
     A sample is a sequence of calls of one variant that takes about `min_sample_s`. Its result is the time per call of
     the slowest rank. Calls follow each other without a barrier, because ranks would leave it at different times. Each
@@ -57,13 +57,16 @@ class AllReduceBench:
         if not 0 < self.min_bytes <= self.max_bytes or self.factor < 2:
             raise ValueError(
                 f"`min_bytes`, `max_bytes`, `factor` (={self.min_bytes}, {self.max_bytes}, "
-                f"{self.factor}) must be two sizes in ascending order and a whole number above 1. "
-                "Sizes from min_bytes to max_bytes are measured, each `factor` times the previous "
-                "one."
+                f"{self.factor}) must be two positive sizes in ascending order and a whole number "
+                "above 1, because each measured size is `factor` times the previous one. Set "
+                "allreduce.min_bytes=1024, allreduce.max_bytes=1048576 and allreduce.factor=4, for example."
             )
         for name in self.dtypes:
             if name not in DTYPES:
-                raise ValueError(f"`dtypes` (={name}) must be one or more of {', '.join(DTYPES)}.")
+                raise ValueError(
+                    f"`dtypes` (={name}) must contain only the dtypes {', '.join(DTYPES)}. Set "
+                    f"allreduce.dtypes=[{DTYPES[0]}], for example."
+                )
         for name in self.algorithms or ():
             CommPlan(algorithm=name)  # type: ignore[arg-type]  # raises if the name is unknown
 
@@ -131,7 +134,7 @@ class AllReduceBench:
             if not torch.equal(ones, torch.full_like(ones, topology.world_size)):
                 raise RuntimeError(
                     f"`{name}` computed a wrong result for an all-reduce of {num_bytes} bytes in "
-                    f"{dtype} on rank {topology.rank}"
+                    f"{dtype} on rank {topology.rank}. Please report this error as a bug."
                 )
         # sums of zeros never overflow
         flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)
@@ -161,7 +164,7 @@ def _through(engine: CommEngine) -> Callable[[Tensor], object]:
 def _seconds_per_call(
     fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int
 ) -> float:
-    """Time `num_calls` all-reduces, and return the seconds per call of the slowest rank on every rank."""
+    """Time `num_calls` all-reduces, and return on every rank the seconds per call of the slowest rank."""
     fabric.barrier()
     synchronize(fabric.device)
     began_s = time.perf_counter()
@@ -172,7 +175,7 @@ def _seconds_per_call(
 
 
 def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
-    """Return the elementwise maximum over all ranks of a list of times.
+    """Return the elementwise maximum of a list of times over all ranks.
 
     Collective: every rank must call it.
     """

@@ -1,4 +1,4 @@
-"""Baseline strategies: DDP with fp16 compression, and the hybrid all-reduce without communication."""
+"""Baseline strategies of the benchmarks: DDP with fp16 gradients, and a hybrid all-reduce that sends nothing."""
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -14,7 +14,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """DDP strategy with torch's `fp16_compress_hook`, also on the CPU, where Lightning would ignore it."""
+    """DDP strategy that uses torch's `fp16_compress_hook` even on the CPU, where Lightning ignores such hooks."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)

@@ -50,7 +50,7 @@ PER_TENSOR = ("per_tensor_ring", "per_tensor_hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class PartsArm:
-    """Benchmark variant with a communication plan, and with or without gradient bucketing.
+    """Benchmark variant that all-reduces gradients with a given communication plan, with or without bucketing.
 
     Args:
         name: Name of the variant.
@@ -72,13 +72,13 @@ class PartsArm:
 
     @property
     def cuts(self) -> list[int] | None:
-        """Bucket boundaries for the simulator as indices of gradients, or None to use the buckets of the plan."""
+        """Gradient indices at which the simulator starts new buckets, or None to use the bucket size of the plan."""
         if self.is_fused:
             return None
         return list(range(1, len(self.numels)))
 
     def bucket_numels(self, itemsize: int, num_nodes: int, on_cuda: bool = False) -> list[int]:
-        """Return the number of elements of each gradient bucket."""
+        """Return the number of elements in each gradient bucket."""
         if not self.is_fused:
             return list(self.numels)
         tensor_bytes = [size * itemsize for size in self.numels]
@@ -86,7 +86,7 @@ class PartsArm:
         return [size // itemsize for size in sizes]
 
     def predicted_s(self, cluster: Cluster, itemsize: int, on_cuda: bool = False) -> float:
-        """Predict the time in seconds to all-reduce all gradients on a cluster, by simulation."""
+        """Simulate the all-reduce of all gradients on a cluster, and return the predicted time in seconds."""
         gradients = tuple((size, 0.0) for size in self.numels)
         work = StepWorkload(forward_s=0.0, gradients=gradients)
         steps = simulate(
@@ -138,8 +138,9 @@ class PartsBench:
         _require_names("dtypes", self.dtypes, DTYPES)
         if PLANNED in self.arms and self.gradients and self.cluster is None:
             raise ValueError(
-                f"`arms` (={PLANNED}) needs a `cluster`, because the planner chooses the plan for "
-                "it. Set cluster=<name>, or remove this name from `arms`."
+                f"`arms` (={PLANNED}) needs a `cluster`, because the planner chooses a plan for the "
+                f"described nodes and links. Set cluster=p40_roce, for example, or remove {PLANNED} from "
+                "parts.arms."
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
@@ -166,9 +167,9 @@ class PartsBench:
         described = (cluster.num_nodes, cluster.ranks_per_node)
         if described != (topology.num_nodes, topology.ranks_per_node):
             raise ValueError(
-                f"`cluster` (={described[0]} nodes x {described[1]} ranks) must match the job, but "
-                f"the job has {topology.num_nodes} nodes with "
-                f"{topology.ranks_per_node or 'unequal numbers of'} ranks. Set world.num_nodes and "
+                f"`cluster` (={described[0]} nodes x {described[1]} ranks) does not match this job, "
+                f"which has {topology.num_nodes} nodes with "
+                f"{topology.ranks_per_node or 'unequal numbers of'} ranks per node. Set world.num_nodes and "
                 "cluster.links.ranks_per_node, or leave `cluster` out."
             )
 
@@ -233,7 +234,7 @@ class PartsBench:
     def _samples(
         self, fabric: Fabric, arms: Sequence[PartsArm], sums: Sequence[ArmSums], flat: Tensor
     ) -> Mapping[str, Sequence[Sample]]:
-        """Measure all rounds, and return the samples of each variant, identical on every rank."""
+        """Run all rounds, and return the samples of each variant, which are the same on every rank."""
         flat = flat.to(fabric.device)
         samples = {arm.name: list[Sample]() for arm in arms}
         for turn in range(-self.num_warmup_rounds, self.num_rounds):
@@ -246,7 +247,7 @@ class PartsBench:
 
 
 class ArmSums:
-    """Gradient buckets of a network, which one communication engine all-reduces one by one.
+    """All-reduce of a network's gradient buckets, one after another, by one communication engine.
 
     Args:
         engine: Communication engine that reduces the buckets.
@@ -300,13 +301,13 @@ class ArmSums:
 
 
 def fill(buckets: Sequence[Tensor], rank: int) -> None:
-    """Fill buckets with zeros and ones, alternating between neighbouring ranks and buckets."""
+    """Fill each bucket with zeros or ones, so that adjacent ranks and adjacent buckets get different values."""
     for index, bucket in enumerate(buckets):
         bucket.fill_((rank + index) % 2)
 
 
 def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
-    """Raise if a bucket that `fill` initialised holds a wrong result after the all-reduce.
+    """Raise if a bucket that `fill` initialized holds a wrong result after the all-reduce.
 
     Every element must be the number of ranks that filled the bucket with ones.
 
@@ -318,12 +319,15 @@ def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
         low, high = bucket.aminmax()
         if float(low) != num_ones or float(high) != num_ones:
             raise RuntimeError(
-                f"`{name}` computed a wrong result for the all-reduce of bucket {index}: values from "
-                f"{float(low)} to {float(high)} instead of {num_ones}"
+                f"`{name}` computed a wrong result for the all-reduce of bucket {index}. The values are "
+                f"{float(low)} to {float(high)} instead of {num_ones}. Please report this error as a bug."
             )
 
 
 def _require_names(key: str, names: Sequence[str], choices: Sequence[str]) -> None:
     for name in names:
         if name not in choices:
-            raise ValueError(f"`{key}` (={name}) must be one of {', '.join(choices)}.")
+            raise ValueError(
+                f"`{key}` (={name}) must contain only these names: {', '.join(choices)}. Remove {name} "
+                f"from parts.{key}."
+            )

@@ -59,7 +59,7 @@ class Timing:
         return statistics.median(self.times_s)
 
     def bound_s(self, link_bytes_per_s: float | None) -> float | None:
-        """Calculate a lower bound for the all-reduce time in seconds from the link bandwidth of the nodes.
+        """Return a lower bound on the all-reduce time in seconds, given the link bandwidth of each node.
 
         Each of N nodes must send `2 (N - 1) / N` of the bytes: no all-reduce among the nodes' own processors sends less
         from its busiest node (Patarasuk & Yuan 2009). Headers are not included, so real times are longer than the
@@ -158,7 +158,7 @@ WIDTHS = (32, 9, 24, 10, 10, 10, 8, 12, 13, 13, 12, 8)
 
 
 def aligned(texts: Sequence[str]) -> str:
-    """Pad the cells of a row so that rows printed one by one are aligned.
+    """Format a row of cells with fixed column widths, so that rows printed one by one are aligned.
 
     Text is left-aligned, and numbers are right-aligned.
 
@@ -173,7 +173,7 @@ def aligned(texts: Sequence[str]) -> str:
 
 
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
-    """Format all timings as a Markdown table, followed by how much communication time is hidden."""
+    """Format all timings as a Markdown table, followed by the share of communication time that backward hides."""
     text = [markdown_table(header(rows), cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):

@@ -34,7 +34,7 @@ COMPRESSED = "fp16_compress"
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyArm:
-    """Benchmark variant with a Lightning strategy and a precision, both selected by its name.
+    """Benchmark variant whose name selects a Lightning strategy and a precision.
 
     `ddp`: Lightning's DDP in fp32. `fp16_compress`: DDP with torch's fp16 compression hook. `auto` or the name of an
     algorithm: the hybrid all-reduce with `precision="16-true"`. The suffix `_fp32` selects fp32, `_int8` and `_int4`
@@ -74,7 +74,7 @@ class StrategyArm:
         return numel * (4 if self.precision == "32-true" and self.name != COMPRESSED else 2)
 
     def strategy(self) -> DDPStrategy:
-        """Create the Lightning strategy of this variant."""
+        """Create the Lightning strategy that this variant selects."""
         timeout = timedelta(seconds=self.timeout_s)
         if self.name == STOCK:
             return DDPStrategy(timeout=timeout)
@@ -137,7 +137,8 @@ class StepBench:
         for name in self.gradients:
             if name not in GRADIENT_SETS:
                 raise ValueError(
-                    f"`gradients` (={name}) must be one of {', '.join(GRADIENT_SETS)}."
+                    f"`gradients` (={name}) must contain only these names: {', '.join(GRADIENT_SETS)}. Remove "
+                    f"{name} from steps.gradients."
                 )
         for key, name in [
             *(("arms", arm) for arm in self.arms),
@@ -147,7 +148,7 @@ class StepBench:
                 self._arm(name).strategy()
             except ValueError as error:
                 raise ValueError(
-                    f"`steps.{key}` (={name!r}) is not a known variant: {error}"
+                    f"`steps.{key}` (={name!r}) is not a known variant. {error}"
                 ) from error
         if self.overlap in (STOCK, COMPRESSED):
             raise ValueError(
@@ -157,14 +158,15 @@ class StepBench:
         if self.overlap is not None and (computed := WITH_ARITHMETIC.intersection(self.gradients)):
             raise ValueError(
                 f"`overlap` (={self.overlap}) and `gradients` (={min(computed)}) cannot be combined, "
-                "because `overlap` needs a backward as long as the communication, but the arithmetic of "
-                "this gradient set fixes the duration of backward. Use another gradient set."
+                "because `overlap` needs a backward pass that takes as long as the communication, but the "
+                "arithmetic of this gradient set determines how long it takes. Remove the gradient set, or set "
+                "steps.overlap=null."
             )
         if self.num_warmup_steps < 2:
             raise ValueError(
-                f"`num_warmup_steps` (={self.num_warmup_steps}) must be 2 or more, because "
+                f"`num_warmup_steps` (={self.num_warmup_steps}) must be at least 2, because "
                 "DistributedDataParallel rebuilds its buckets after the first step. Set "
-                "num_warmup_steps=3."
+                "steps.num_warmup_steps=3."
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
@@ -186,7 +188,7 @@ class StepBench:
     def _overlap(
         self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
     ) -> Iterator[Timing]:
-        """Time steps with and without communication and a backward pass, to measure how much they overlap.
+        """Measure how much communication overlaps with backward, by timing steps with and without each of the two.
 
         Yields the four timings that `hidden_share` needs. The backward pass sleeps for as long as the communication
         takes.

@@ -1,4 +1,4 @@
-"""Command-line parsing before torch is imported, with help, completion and errors for unknown keys.
+"""Command-line handling before torch is imported: help, completion, and errors for unknown keys.
 
 Hydra itself parses the command line and composes the configuration, for a program that does nothing. This module
 replaces Hydra's errors for a misspelt key: they do not suggest the key that was probably meant, and torchrun would
@@ -74,7 +74,7 @@ def bridge_hydra_versions() -> None:
 
 
 def read(name: str) -> None:
-    """Handle requests for help or information, and exit with an error if the command line is invalid.
+    """Answer requests for help or information, and exit with an error if the command line is invalid.
 
     In both cases the program ends. Requests are answered even if packages of the command are not installed. In that
     case the help ends with the line that installs them.
@@ -166,9 +166,9 @@ def arguments(words: Sequence[str]) -> Iterator[None]:
 
 
 def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
-    """Compose the configuration of a command, and return it as YAML, or else Hydra's error message.
+    """Compose the configuration of a command, and return its YAML text and Hydra's error message.
 
-    The function returns both strings, one of which is empty.
+    One of the two strings is empty.
     """
     printed = io.StringIO()
     wrong = io.StringIO()
@@ -184,9 +184,9 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
 
 
 def answer(name: str, key: str, words: Sequence[str]) -> str:
-    """Return the answer to `key=?`, which is a list of a group's choices or the value of a key.
+    """Return the answer to `key=?`: the choices of a config group, or the value of any other key.
 
-    The choices of a config group are listed one per line.
+    The choices are listed one per line.
 
     Raises:
         UsageError: The key does not exist.
@@ -327,7 +327,7 @@ def wrong_numbers(
         if isinstance(default, int | float) and not isinstance(default, bool):
             value = value_at(values, key)
             lines.append(
-                f"error: `{key}`: expected a number, got {value!r}. Example: {key}={default}."
+                f"error: `{key}` (={value!r}) must be a number. Set {key}={default}, for example."
             )
     return lines
 
@@ -393,8 +393,8 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     if "override_grammar" in text:
         quoted = f"'{mark}{key}={with_quotes(value)}'"
         return (
-            f"error: `{override}` is not valid in Hydra's grammar. Put quotes around a value with "
-            f"special characters: {quoted}."
+            f"error: `{override}` is not valid in Hydra's grammar. Put quotes around values with "
+            f"special characters, as in {quoted}."
         )
     if f"use +{key}" not in text and "does not exist" not in text:
         return f"error: {text}"

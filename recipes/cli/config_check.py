@@ -67,8 +67,8 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
     "tuple_type": "a list",
     "dict_type": "a mapping",
     "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "a number, at least {ge:g}",
-    "missing": "complete: {name} is missing",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "missing": "complete, but {name} is missing",
     "unexpected_keyword_argument": "a known key",
     "too_long": "of at most {max_length} items",
     "literal_error": "{expected}",
@@ -76,7 +76,7 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
 
 
 class WrongValueError(ValueError):
-    """Error for an invalid value in the configuration, whose dotted key is the attribute `key`."""
+    """Error for an invalid value in the configuration. The attribute `key` is the dotted key of the value."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -98,8 +98,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
     values = dict(_walk(raw))
     if missing := sorted(key for key, value in values.items() if value == "???"):
         raise ValueError(
-            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Set it on "
-            f"the command line: {missing[0]}=..."
+            f"`{missing[0]}` (=???) is required, but has no value. Missing keys: {', '.join(missing)}. Set "
+            f"them on the command line, for example {missing[0]}=<value>."
         )
     read = {key.partition(".")[0] for key in keys}
     read |= _keys_referred_to(raw)
@@ -112,8 +112,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
         else:
             hint = ""
         raise ValueError(
-            f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or a key that another "
-            f"key refers to as ${{{name}}}. {hint}The keys are {', '.join(sorted(read))}."
+            f"`{name}` (={_shown(raw[name])}) is not a key of this recipe, and no other key refers to "
+            f"it as ${{{name}}}. {hint}The keys are {', '.join(sorted(read))}."
         )
     # Check before resolving, because a resolver would report a wrong value under the name of another key.
     _check_values(raw, keys)
@@ -129,15 +129,16 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
 
 
 def _keys_referred_to(config: Any) -> set[str]:
-    """Return the first names of the keys that interpolations in a configuration refer to."""
+    """Return the top-level keys that the interpolations in a configuration refer to."""
     return set(re.findall(r"\$\{([A-Za-z_]\w*)", str(config)))
 
 
 def _without_values() -> Any:
-    """Return the configuration of the running command with the chosen groups, but without overridden values.
+    """Return the configuration of the running command with its chosen config groups, but no other overrides.
 
-    An override may replace the only value that refers to a key, such as `packing.short_side=16` the reference to
-    `short_side`. The key then has no effect, but it is not a mistake. Outside of a command, the result is empty.
+    An override may replace the only value that refers to a key. For example, `packing.short_side=16` replaces the
+    reference to `short_side`. The key then has no effect, but it is not a mistake. Outside of a command, the result is
+    empty.
     """
     if not HydraConfig.initialized():
         return {}
@@ -155,24 +156,27 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, int) and abs(value) >= 2**63:
             raise WrongValueError(
-                key, f"`{key}` (={value}) must fit into 64 bits. Set {key}=<number>."
+                key,
+                f"`{key}` (={value}) does not fit into a 64-bit integer. Set {key}=1, for example.",
             )
         if isinstance(value, float) and math.isnan(value):
-            raise WrongValueError(key, f"`{key}` (=nan) must be a number. Set {key}=<number>.")
+            raise WrongValueError(
+                key, f"`{key}` (=nan) must be a number other than nan. Set {key}=<number>."
+            )
     for key, node in reversed(values.items()):  # nested parts before the part that contains them
         if isinstance(node, dict) and "_target_" in node:
             _require(
                 _arguments_of(target_of(node, key)),
                 node,
                 f"{key}.",
-                f": it is an argument of {node['_target_']}",
+                f" for {node['_target_']}",
             )
     # Check values first, because a wrong value is more informative than the missing key that it may cause.
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
-            f"`{missing[0]}` must be in the configuration, but it was removed. Remove "
-            f"~{missing[0]} from the command line, or choose a file of conf/{missing[0]} if it is "
-            "a group."
+            f"`{missing[0]}` must not be removed from the configuration, because this recipe needs it. "
+            f"Remove ~{missing[0]} from the command line, or choose a file of conf/{missing[0]} if it "
+            "is a group."
         )
     _require(_schema(keys), {key: values[key] for key in keys}, "", "")
 
@@ -194,7 +198,7 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
-    """Raise if a value does not match the schema. The error names the first invalid value.
+    """Raise an error that names the first value which does not match the schema.
 
     Values with unresolved interpolations are not checked.
     """
@@ -230,7 +234,7 @@ def made(kind: type[T], given: Any, key: str) -> T:
 def _refusal(
     errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why: str
 ) -> WrongValueError:
-    """Convert pydantic's errors to a single error, about the most deeply nested invalid value.
+    """Convert pydantic's errors to a single error about the most deeply nested invalid value.
 
     Only errors of the first invalid argument are considered.
     """
@@ -296,7 +300,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Placeholder during validation for an object that Hydra would build from a `_target_`."""
+    """Placeholder, used during validation, for an object that Hydra would build from a `_target_`."""
 
     target: str
     made: type
@@ -332,13 +336,13 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
         target = get_object(str(name))
         if callable(target):
             return target
-        reason = f"that is a {type(target).__name__}"
+        reason = f"it is a {type(target).__name__}"
     except Exception as error:  # importing a user's module may raise any exception
         reason = " ".join(str(error).split())
     raise WrongValueError(
         f"{key}._target_",
-        f"`{key}._target_` (={name!r}) must be the full name of a class or function, such as "
-        f"torch.optim.SGD: {reason}. Correct it, or use the value in the files of conf/.",
+        f"`{key}._target_` (={name!r}) is not the full name of a class or function, such as "
+        f"torch.optim.SGD ({reason}). Correct the name, or use the one in the files of conf/.",
     )
 
 
@@ -434,7 +438,10 @@ def _part_or_value(kind: type) -> Any:
 
     For `object`, it accepts any value, and any `_target_` from `OPEN_PACKAGES`.
     """
-    words = {object: f"of {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
+    words = {
+        object: f"from one of the packages {', '.join(OPEN_PACKAGES)}",
+        abc.Callable: "and `_partial_: true`",
+    }
 
     def check(value: Any) -> Any:
         if not isinstance(value, Part):

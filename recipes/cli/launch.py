@@ -1,4 +1,4 @@
-"""Start and end of Hydra jobs, with a common run directory for all ranks and short error messages.
+"""Context managers for Hydra jobs, which give all ranks one run directory and shorten error messages.
 
 The ranks of a job start in one of three ways:
 
@@ -64,9 +64,9 @@ OWN_MESSAGE = re.compile(
 )
 
 NOT_TOGETHER = (
-    "`WORLD_SIZE` ranks must connect at MASTER_ADDR:MASTER_PORT, but one did not connect "
-    "or exited. See the output of that rank, and check that no firewall blocks the "
-    "connection"
+    "`WORLD_SIZE` ranks must connect to MASTER_ADDR:MASTER_PORT, but one of them did not "
+    "connect, or has exited. See the output of that rank, and check that no firewall blocks "
+    "the connection. The error of PyTorch is"
 )
 
 
@@ -74,7 +74,7 @@ NOT_TOGETHER = (
 
 
 def launch_id(otherwise: str) -> str:
-    """Return a name for this job that is the same on all its ranks, or a default without a launcher."""
+    """Return a job name that is the same on all ranks, or `otherwise` if no launcher has started the job."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
@@ -132,7 +132,7 @@ def is_rank_zero() -> bool:
 
 @contextmanager
 def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
-    """Context manager that turns an error into a short message without traceback and exit code 2.
+    """Context manager that reports an error as a short message without a traceback, and exits with code 2.
 
     Use it around start-up code, where every error is caused by the configuration. The traceback is shown if
     `HYDRA_FULL_ERROR=1` is set. With `cfg`, the message also lists the configuration keys of the arguments that it
@@ -232,7 +232,7 @@ def device_of(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"`device` (={name!r}) must be a device of this machine: {reason}. Set device=cpu."
+            f"`device` (={name!r}) cannot be used on this machine: {reason}. Set device=cpu."
         ) from error
     return device
 
@@ -250,11 +250,11 @@ def ignore_lightning_warnings() -> None:
 
 @contextmanager
 def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
-    """Context manager for a Hydra job, which uses one directory for all ranks and cleans up at the end.
+    """Context manager that runs a Hydra job in one directory for all ranks, and cleans up at the end.
 
-    It yields a list. Append the trainer or Fabric to it, so that `job` waits for the ranks that it started. Errors
-    about the configuration that Lightning or this package finds during the run end in one message, as in
-    `short_errors`.
+    It yields a list. Append the trainer or Fabric to it, so that `job` waits for the ranks that it started. If
+    Lightning or this package finds an error in the configuration during the run, it is reported as a short message, as
+    by `short_errors`.
     """
     from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -285,7 +285,7 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
     except (SIGTERMException, KeyboardInterrupt):
         if is_rank_zero():
             print(
-                f"to continue: run the same command with hydra.run.dir={hydra.runtime.output_dir} "
+                f"To continue, run the same command with hydra.run.dir={hydra.runtime.output_dir} "
                 "resume=auto",
                 flush=True,
             )

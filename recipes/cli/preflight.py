@@ -93,14 +93,14 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
     >>> whole_number("RANK", {"RANK": "two"})
     Traceback (most recent call last):
         ...
-    ValueError: `RANK` (='two') must be a whole number, at least 0, because launchers such as torchrun and srun set \
-this environment variable. Start the job with one of them, or `unset RANK`.
+    ValueError: `RANK` (='two') must be a whole number of at least 0. Launchers such as torchrun and srun set this \
+environment variable, so start the job with one of them, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
         raise ValueError(
-            f"`{name}` (={value!r}) must be a whole number, at least 0, because launchers such as "
-            "torchrun and srun set this environment variable. Start the job with one of them, or "
+            f"`{name}` (={value!r}) must be a whole number of at least 0. Launchers such as torchrun "
+            "and srun set this environment variable, so start the job with one of them, or "
             f"`unset {name}`."
         )
     return int(value)
@@ -123,8 +123,8 @@ torchrun, which sets both, or unset both.
         for name in _LAUNCHED:
             if name not in variables:
                 raise ValueError(
-                    f"`{name}` must be set if `TORCHELASTIC_RUN_ID` is set, because ranks need it to "
-                    "connect. Start the job with torchrun, which sets both, or `unset "
+                    f"`{name}` must be set if `TORCHELASTIC_RUN_ID` is set, because the ranks need "
+                    "it to connect. Start the job with torchrun, which sets both, or `unset "
                     "TORCHELASTIC_RUN_ID`."
                 )
     elif _slurm_starts(variables):
@@ -164,7 +164,7 @@ torchrun, which sets both, or unset both.
     ]
     if None not in parts and parts[0] * parts[1] != parts[2]:  # type: ignore[operator]
         raise ValueError(
-            f"`WORLD_SIZE` (={parts[2]}) must be `LOCAL_WORLD_SIZE * GROUP_WORLD_SIZE` "
+            f"`WORLD_SIZE` (={parts[2]}) must equal `LOCAL_WORLD_SIZE * GROUP_WORLD_SIZE` "
             f"(={parts[0]} * {parts[1]}), because all nodes have the same number of ranks. Start "
             "the job with torchrun, which sets all three."
         )
@@ -242,8 +242,8 @@ def raise_descriptors() -> None:
     unlimited = resource.RLIM_INFINITY
     if hard != unlimited and hard < MIN_DESCRIPTORS:
         raise ValueError(
-            f"`ulimit -n` (={hard}) must be at least {MIN_DESCRIPTORS}, because ranks need that "
-            "many open files and sockets. Raise it in the shell or in the system's limits "
+            f"`ulimit -n` (={hard}) must be at least {MIN_DESCRIPTORS}, because each rank needs "
+            "that many open files and sockets. Raise it in the shell or in the system's limits "
             "(limits.conf, LimitNOFILE of a service)."
         )
     if soft != unlimited and (hard == unlimited or soft < hard):
@@ -266,7 +266,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
         port = None
     if port is not None and not 0 < port < 65536:
         raise ValueError(
-            f"`MASTER_PORT` (={port}) must be a port from 1 to 65535. Set another port, or `unset "
+            f"`MASTER_PORT` (={port}) must be a port from 1 to 65535. Set MASTER_PORT=29500, or `unset "
             "MASTER_PORT`."
         )
     try:
@@ -277,7 +277,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
             probe.connect(where)  # looks up a route and sends nothing
     except OSError as error:
         raise ValueError(
-            f"`MASTER_ADDR` (={address}) must be an address that this host can reach: "
+            f"`MASTER_ADDR` (={address}) cannot be reached from this host: "
             f"{error.strerror}. Set MASTER_ADDR to rank zero's host, or bring the interface up "
             "(`ip link set lo up` if all ranks are on this host)."
         ) from error
@@ -295,9 +295,8 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
                 is_there = name in there
             if not is_there:
                 raise ValueError(
-                    f"`{variable}` (={names}) must name network interfaces of this host, but {name} is "
-                    f"not one of {', '.join(there)}. Set {variable} to one of these, or `unset "
-                    f"{variable}`."
+                    f"`{variable}` (={names}) contains {name}, which is not a network interface of this "
+                    f"host. Set {variable} to one of {', '.join(there)}, or `unset {variable}`."
                 )
 
 
@@ -325,7 +324,7 @@ def _check_free(port: int) -> None:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             raise ValueError(
-                f"`MASTER_PORT` (={port}) must be a port that this process can listen on: "
+                f"`MASTER_PORT` (={port}) cannot be used, because this process cannot listen on it: "
                 f"{error.strerror}. Set another port, or `unset MASTER_PORT` to let a run on one "
                 "host choose a free port."
             ) from error
@@ -345,8 +344,8 @@ def check_writable(folder: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise ValueError(
-            f"`hydra.run.dir` (={folder}) must be a writable directory: {error.strerror}. Set "
-            "hydra.run.dir=<directory>, where logs and checkpoints are written."
+            f"`hydra.run.dir` (={folder}) cannot be written to: {error.strerror}. Set "
+            "hydra.run.dir=<directory> to a writable directory for logs and checkpoints."
         ) from error
 
 
@@ -366,7 +365,7 @@ def refuse_to_overwrite(run_dir: Path, *, resume: Any, overwrite: Any) -> None:
 
 
 def check_required(config: Mapping[str, Any]) -> None:
-    """Raise if a required value of the configuration is missing, which Hydra marks with `???`.
+    """Raise if a required value of the configuration is missing. Hydra marks missing values with `???`.
 
     Raises:
         ValueError: The message names all such keys.
@@ -374,7 +373,8 @@ def check_required(config: Mapping[str, Any]) -> None:
     >>> check_required({"root": "???", "packing": {"out": "???", "quality": 90}})
     Traceback (most recent call last):
         ...
-    ValueError: `root` (=???) must have a value. Missing: root, packing.out. Set it on the command line: root=...
+    ValueError: `root` (=???) is required, but has no value. Missing keys: root, packing.out. Set them on the command \
+line, for example root=<value>.
     """
     missing = list[str]()
     nodes: list[tuple[str, Any]] = [("", config)]
@@ -387,8 +387,8 @@ def check_required(config: Mapping[str, Any]) -> None:
             missing.append(key)
     if missing:
         raise ValueError(
-            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Set it on "
-            f"the command line: {missing[0]}=..."
+            f"`{missing[0]}` (=???) is required, but has no value. Missing keys: {', '.join(missing)}. Set "
+            f"them on the command line, for example {missing[0]}=<value>."
         )
 
 
@@ -420,8 +420,8 @@ fp32 master weights), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     batch = config.get("global_batch_size")
     if isinstance(batch, int) and batch < 1:
         raise ValueError(
-            f"`global_batch_size` (={batch}) must be above 0. Set it to the number of images per "
-            "optimizer step."
+            f"`global_batch_size` (={batch}) must be above 0. Set global_batch_size to the number of "
+            "images per optimizer step."
         )
     is_launched = any(
         name in os.environ for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS")
@@ -441,7 +441,7 @@ fp32 master weights), bf16-true, 32-true or 16-mixed. Set precision=16-true.
 
 
 def _without_launcher(value: Any) -> Any:
-    """Replace an interpolation of `world_from_launcher` by its default value, and keep other values.
+    """Return the default value of a `world_from_launcher` interpolation, and any other value unchanged.
 
     >>> _without_launcher("${world_from_launcher:devices,2}"), _without_launcher(3), _without_launcher("auto")
     (2, 3, 'auto')
@@ -461,7 +461,7 @@ def check_resume(resume: Any) -> None:
     if not _is_path(resume) or resume == "auto" or Path(resume).is_file():
         return
     raise ValueError(
-        f"`resume` (={resume}) must be a checkpoint file, but there is no such file in "
+        f"`resume` (={resume}) is not an existing file. The current directory is "
         f"{Path.cwd()}. Set resume=<run directory>/checkpoints/last.ckpt, or set "
         "hydra.run.dir=<run directory> and resume=auto to use its newest checkpoint."
     )
@@ -474,7 +474,7 @@ def _is_path(root: Any) -> bool:
 
 def _check_folder(key: str, root: Any, content: str) -> None:
     if _is_path(root) and not Path(root).is_dir():
-        raise ValueError(f"`{key}`: no such folder: {root}. Set {key} to the folder {content}.")
+        raise ValueError(f"`{key}` (={root}) does not exist. Set {key} to the folder {content}.")
 
 
 def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for JSON output that includes the configuration, library versions and machine."""
+"""Helpers that write results as JSON, with the configuration, library versions and a machine description."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ class BrokenPipeSafeStream:
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
         if self._other is not None:
-            consequence = "further output is dropped, and the run continues"
+            consequence = "Further output is dropped, and the run continues."
             print(
-                f"{self._name} cannot be written ({error.strerror}): {consequence}",
+                f"{self._name} cannot be written ({error.strerror}). {consequence}",
                 file=self._other,
                 flush=True,
             )
@@ -67,8 +67,8 @@ def outlive_streams() -> None:
     """
     logging.raiseExceptions = False
     for name, words, other_stream in (
-        ("stdout", "standard output", "stderr"),
-        ("stderr", "standard error", None),
+        ("stdout", "Standard output", "stderr"),
+        ("stderr", "Standard error", None),
     ):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, BrokenPipeSafeStream):

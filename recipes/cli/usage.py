@@ -33,7 +33,7 @@ and check for the packages themselves.
 
 
 class UsageError(SystemExit):
-    """Usage error, which ends the program with exit code 2.
+    """Exception for incorrect usage, which ends the program with exit code 2.
 
     The code that raises it also prints the message.
     """
@@ -122,7 +122,7 @@ def missing_packages_of(config: Any) -> str:
 
 
 def command(name: str) -> str:
-    """Return the command line with which a command is started, for messages.
+    """Return the shell command that starts the command `name`, for use in messages.
 
     It has the form in which this process was started: `lightning-hybrid <name>` or `python <path>`.
     """

@@ -1,4 +1,4 @@
-"""Calculation of the number of ranks and the batch size per rank before the ranks start."""
+"""Calculations of the number of ranks and of the batch size per rank, made before the ranks start."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def accumulation(
         nearest = _nearest(global_batch_size, together)
         raise ValueError(
             f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * "
-            f"batch_size_per_rank` (={world_size} * {batch_size_per_rank}), but there would be "
-            f"{global_batch_size / together:.2f} accumulation steps. Set "
+            f"batch_size_per_rank` (={world_size} * {batch_size_per_rank}), because an optimizer step would "
+            f"otherwise consist of {global_batch_size / together:.2f} accumulation steps. Set "
             f"global_batch_size={nearest}."
         )
     return global_batch_size // together
@@ -152,7 +152,7 @@ def accumulation(
 def batch_line(
     global_batch_size: int, world_size: int, accumulate_grad_batches: int, *, unit: str = "images"
 ) -> str:
-    """Format a line that describes how the global batch is divided among ranks and accumulation steps.
+    """Format a line that states how the global batch is divided among ranks and accumulation steps.
 
     Raises:
         ValueError: The global batch size is not divisible.
@@ -194,8 +194,8 @@ def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
             return rounds
     nearest = _nearest(share * world_size, world_size * max_batch_size)
     raise ValueError(
-        f"`global_batch_size` (={share * world_size}) must be divisible into equal batches, but "
-        f"the {share} images of each of {world_size} ranks have no divisor from "
+        f"`global_batch_size` (={share * world_size}) cannot be split into equal batches, because the "
+        f"{share} images of each of {world_size} ranks have no divisor from "
         f"{-(-share // (2 * fewest))} to `max_batch_size_per_rank` (={max_batch_size}). Set "
         f"global_batch_size={nearest}, or use another number of ranks."
     )
@@ -212,5 +212,5 @@ def _check_batch(name: str, value: Any, share: float, *, why: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"`{name}` (={value}) must be a whole number of images above zero, or {why}. Each "
-            f"rank has {share:g} images per step."
+            f"rank has {share:g} images per step. Set {name}=null, for example."
         )

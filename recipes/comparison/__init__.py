@@ -1,1 +1,1 @@
-"""Comparison of training methods: variants, training runs in an Optuna journal, and paired statistics."""
+"""Comparison of training methods: definition of variants, execution of training runs, and paired statistics."""

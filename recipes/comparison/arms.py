@@ -124,14 +124,14 @@ class StudyPlan:
         require_whole(
             "study.micro_batch",
             self.micro_batch,
-            "it is a number of images. Set study.micro_batch=128",
+            "BatchNorm normalizes this many images together. Set study.micro_batch=128",
         )
-        why = "each arm is tuned at this many points. Set study.tuning.num_trials=6"
+        why = "each variant is tuned at this many points. Set study.tuning.num_trials=6"
         require_whole("study.tuning.num_trials", self.tuning.num_trials, why)
         require_positive(
             "study.margin",
             self.margin,
-            "arms within this margin count as equal. Set study.margin=0.3",
+            "variants within this margin count as equal. Set study.margin=0.3",
         )
         self._check_names()
         for arm_name, arm in self.arms.items():
@@ -144,9 +144,9 @@ class StudyPlan:
             )
         if self.tuning.seed in self.testing.seeds:
             raise ValueError(
-                f"`study.tuning.seed` (={self.tuning.seed}) must not be among `study.testing.seeds`, "
-                "because the tuned values were selected with that seed. Set another "
-                "study.tuning.seed."
+                f"`study.tuning.seed` (={self.tuning.seed}) must not be one of `study.testing.seeds`, "
+                "because the tuned values are selected with that seed. Set study.tuning.seed=0, or "
+                "another seed that is not tested."
             )
 
     def _check_names(self) -> None:
@@ -187,7 +187,7 @@ class StudyPlan:
         return cells
 
     def like(self, cell: Cell) -> Cell | None:
-        """Return the configured variant that differs in only one component, for a comparison, or None."""
+        """Return the cell to compare with this one, whose variant differs in only one component, or None."""
         arm_name = self.arms[cell.arm].like
         if arm_name is None:
             return None
@@ -202,7 +202,7 @@ class StudyPlan:
         return self.micro_batch * max(1, num_micro_batches)
 
     def points(self, cell: Cell) -> list[Point]:
-        """Return the points at which a variant is tuned, rounded to four significant digits."""
+        """Return the hyper-parameter values with which a variant is tuned, rounded to four significant digits."""
         axes = self.arms[cell.arm].axes
         unit_points = (
             SobolEngine(max(1, len(axes)), scramble=True, seed=0)
@@ -240,7 +240,7 @@ class StudyPlan:
 
 def _check_arm(key: str, arm: Arm) -> None:
     for share in arm.shares:
-        why = "it is a fraction of the training images. For example, set 0.25"
+        why = "the batch size is this fraction of the training images. Set 0.25, for example"
         require_share(f"{key}.shares", share, why)
     for axis, (low, high) in arm.axes.items():
         if not 0 < low < high:

@@ -54,14 +54,14 @@ class FitResult:
 
 
 class FitError(RuntimeError):
-    """Error raised if a training run fails for another reason than divergence, such as an unknown key.
+    """Error raised if a training run fails for a reason other than divergence, such as an unknown key.
 
     Its message is the message of the original error.
     """
 
 
 def check(requests: Sequence[FitRequest]) -> None:
-    """Compose and validate each configuration, and build only its data module.
+    """Validate the configuration of each requested run, and build its data module to check the dataset.
 
     Raises:
         ValueError: A key is unknown, a value is invalid, or the images are missing.
@@ -164,7 +164,9 @@ class FitPool:
             FitError: The function raised an error, or its process died.
         """
         if self._is_stopped:
-            raise FitError("the pool is stopped")
+            raise FitError(
+                "The pool has been stopped, because another task failed. See the error of that task."
+            )
         # a forked process would inherit the state of threads
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
@@ -177,7 +179,7 @@ class FitPool:
         except EOFError:
             process.join()
             result = None
-            error = f"the process of a fit ended with exit code {process.exitcode}"
+            error = f"The process of a training run ended with exit code {process.exitcode}. Check its output."
         process.join()
         self._processes.discard(process)
         if error:

@@ -29,7 +29,7 @@ SETTINGS = "settings"
 
 @contextmanager
 def only_user_of(folder: Path) -> Iterator[None]:
-    """Lock the folder of a study temporarily, so that only this process uses it.
+    """Context manager that locks the folder of a study, so that only this process uses it.
 
     Raises:
         ValueError: Another process holds the lock.
@@ -146,7 +146,7 @@ class StudyJournal:
         )
 
     def check(self) -> None:
-        """Raise if the folder has tuning runs with other settings than the plan.
+        """Raise if the folder contains tuning runs whose settings differ from those of the plan.
 
         Call it before the first run, because an error after some runs would waste them.
 
@@ -184,8 +184,8 @@ class StudyJournal:
             if saved_value != value:
                 key = f"study.tuning.{name}"
                 raise ValueError(
-                    f"`{key}` (={value}) must equal the value of `{study.study_name}` in "
-                    f"{self.folder} (={saved_value}), because all variants are tuned alike. Set "
+                    f"`{key}` (={value}) differs from the value of `{study.study_name}` in "
+                    f"{self.folder} (={saved_value}), but all variants must be tuned alike. Set "
                     f"{key}={saved_value}, or set another hydra.run.dir."
                 )
 
@@ -209,7 +209,7 @@ class StudyJournal:
         return study
 
     def _check_settings(self, study: optuna.Study, settings: Mapping[str, Any]) -> None:
-        """Raise if the runs of an Optuna study have other settings."""
+        """Raise if the saved settings of an Optuna study differ from the given ones."""
         saved_settings = study.user_attrs.get(SETTINGS)
         if saved_settings is None:
             return
@@ -218,7 +218,7 @@ class StudyJournal:
         if saved_settings != {key: now[key] for key in now if key in saved_settings}:
             raise ValueError(
                 f"`hydra.run.dir` (={self.folder}) contains training runs of `{study.study_name}` "
-                f"with other settings ({saved_settings}, now {now}), but runs with different "
+                f"with other settings ({saved_settings}, now {now}), and runs with different "
                 "settings cannot be compared. Use the same settings as before, or set another "
                 "hydra.run.dir."
             )

@@ -57,7 +57,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 def paired_difference(
     values: Mapping[int, float], reference: Mapping[int, float]
 ) -> Interval | None:
-    """Return the confidence interval of the mean difference to a reference, paired by seed.
+    """Return the confidence interval of the mean difference from a reference, with values paired by seed.
 
     Seeds without a reference value are left out. None if there are no common seeds.
     """

@@ -38,10 +38,11 @@ def table_of(plan: StudyPlan, tested: Mapping[Cell, CellResult]) -> str:
             ]
         )
     words = (
-        f"Test accuracy: mean ± standard deviation over {len(plan.testing.seeds)} seeds, final weights; fits that "
-        f"diverged count as guessing. Differences in points, paired by seed, with 90 % intervals, to `{plan.base}` and "
-        f"to the arm that differs in one part, at the same share. equal: the interval lies within ± {plan.margin:g} "
-        "points (two one-sided tests); better, worse: it does not hold zero; open: neither."
+        f"Test accuracy is that of the final weights, as mean ± standard deviation over {len(plan.testing.seeds)} "
+        "seeds. Runs that diverged count as guessing. Differences are in percentage points, paired by seed, with 90 % "
+        f"intervals, from `{plan.base}` and from the arm that differs in one component, at the same share. They are "
+        f"equal if the interval lies within ± {plan.margin:g} points (two one-sided tests), better or worse if it does "
+        "not contain zero, and open otherwise."
     )
     return f"{words}\n\n{markdown_table(HEADER, rows)}"
 

@@ -29,7 +29,7 @@ SPLIT_SEED = 0  # seed of the split only: the three sets are the same in every r
 
 
 def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
-    """Load the digits, divided into `train`, `val` and `test` in the same way in every run.
+    """Load the digits, split into `train`, `val` and `test` in the same way in every run.
 
     If `fold` (0 to 4) is set, the test images are that cross-validation fold. Each image is a test image in exactly one
     of the five folds. A fold may have one more training image and one fewer test image than the fixed split.
@@ -106,7 +106,7 @@ class DigitsDataModule(InMemoryDataModule):
                 "fold",
                 fold,
                 tuple(range(NUM_FOLDS)),
-                "it is the fold that is tested. Set null to use a fixed split",
+                "the images of this fold are the test set. Set data.fold=null to use the fixed split",
             )
         self.fold = fold
 

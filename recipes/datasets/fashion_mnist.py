@@ -1,4 +1,4 @@
-"""Fashion-MNIST, a dataset of 70,000 grey images of clothes with 28 x 28 pixels in 10 classes.
+"""Fashion-MNIST, a dataset of 70,000 gray images of clothing, with 28 x 28 pixels and 10 classes.
 
     60,000 training images -> train, of which some may be held out as validation images
     10,000 test images     -> test; validation too, if no training image is held out
@@ -49,14 +49,14 @@ def array_of(content: bytes) -> Tensor:
     first_value = 4 + 4 * num_dims
     if content[:3] != b"\0\0\x08" or num_dims == 0 or len(content) < first_value:
         raise ValueError(
-            f"`content` (={content[:8]!r}...) must be an IDX file of unsigned bytes, but its first "
-            "bytes are different. Use the published file."
+            f"`content` (={content[:8]!r}...) does not begin like an IDX file of unsigned "
+            "bytes. Use the published file."
         )
     shape = struct.unpack(f">{num_dims}I", content[4:first_value])
     values = np.frombuffer(content, np.uint8, offset=first_value)
     if len(values) != prod(shape):
         raise ValueError(
-            f"`content` (={len(values)} values) must have as many values as its header specifies, "
+            f"`content` (={len(values)} values) does not have the size that its header specifies, "
             f"which is {' x '.join(map(str, shape))}. Use the published file."
         )
     return torch.from_numpy(values.reshape(shape).copy())
@@ -99,7 +99,7 @@ class FashionMNISTDataModule(InMemoryDataModule):
         require_whole(
             "num_held_out",
             num_held_out,
-            "it is a number of images. Set data.num_held_out=10000",
+            "this many training images are held out for validation. Set data.num_held_out=10000",
             least=0,
         )
         if num_held_out >= NUM_TRAIN:
@@ -119,7 +119,7 @@ class FashionMNISTDataModule(InMemoryDataModule):
         )
 
     def load(self) -> dict[str, ImageSet]:
-        """Read the dataset from disk, and set aside training images for validation, if configured."""
+        """Read the dataset from disk, and hold out training images for validation if configured."""
         train = image_set_of(self.root, "train")
         test = image_set_of(self.root, "t10k")
         if self.num_held_out == 0:

@@ -27,7 +27,7 @@ SHA256 = {
 
 
 def check_files(root: str | Path, *, name: str = "root") -> None:
-    """Raise if one of the four Fashion-MNIST files is missing in a folder.
+    """Raise if one of the four Fashion-MNIST files is missing from a folder.
 
     Args:
         root: Folder with the files.
@@ -42,8 +42,8 @@ def check_files(root: str | Path, *, name: str = "root") -> None:
             missing.append(file_name)
     if missing:
         raise ValueError(
-            f"`{name}` (={root}) must be a folder with the files of Fashion-MNIST, but "
-            f"{', '.join(missing)} are missing. Install Debian's package (`apt-get install "
+            f"`{name}` (={root}) does not contain all files of Fashion-MNIST. Missing files: "
+            f"{', '.join(missing)}. Install Debian's package (`apt-get install "
             "dataset-fashion-mnist`), or copy the four files of "
             "github.com/zalandoresearch/fashion-mnist into a folder and set data.root=<folder>."
         )

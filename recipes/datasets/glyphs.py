@@ -59,8 +59,8 @@ def _mask(font_name: str, character: str) -> Tensor:
     font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
     if font.get_char_index(ord(character)) == 0:
         raise ValueError(
-            f"`font` (={font_name}) must contain the character {character!r}, because its images "
-            "would be blank otherwise. Remove the font."
+            f"`font` (={font_name}) has no glyph for the character {character!r}, so images of "
+            "this character would be blank. Remove the font."
         )
     font.set_size(_MASK_POINTS, 72)
     font.set_text(character)
@@ -162,7 +162,9 @@ class GlyphsDataModule(InMemoryDataModule):
         num_train: int = NUM_TRAIN,
     ) -> None:
         require_whole(
-            "num_train", num_train, f"it is a number of images. Set data.num_train={NUM_TRAIN}"
+            "num_train",
+            num_train,
+            f"training needs at least one image. Set data.num_train={NUM_TRAIN}",
         )
         self.num_train = num_train
         super().__init__(
@@ -180,8 +182,8 @@ class GlyphsDataModule(InMemoryDataModule):
         """Render the images, and log once that the data is synthetic."""
         if not hasattr(self, "image_sets"):
             rank_zero_info(
-                f"glyphs: synthetic data with {self.num_train} training images of "
-                f"{len(FONTS['train'])} fonts; validation uses {len(FONTS['val'])} other fonts and "
-                f"the test {len(FONTS['test'])}"
+                f"The data is synthetic: {self.num_train} training images of characters in "
+                f"{len(FONTS['train'])} fonts. Validation uses {len(FONTS['val'])} other fonts, and "
+                f"the test uses {len(FONTS['test'])}."
             )
         super().setup(stage)

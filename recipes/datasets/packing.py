@@ -84,7 +84,7 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Job that packs an image dataset into shards, with its options.
+    """Job that packs an image dataset into shards according to the given options.
 
     Args:
         root: Folder of the unpacked dataset.
@@ -123,7 +123,7 @@ class Packing:
             if not least <= getattr(self, name) <= most:
                 raise ValueError(
                     f"`{name}` (={getattr(self, name)}) must be from {least} to {most}. Set "
-                    f"{name}=<number>."
+                    f"{name} to a number in this range."
                 )
         if self.short_side is not None and self.short_side < 1:
             raise ValueError(
@@ -170,9 +170,8 @@ class Packing:
                 )
             if damaged := damaged_shards(out / split):
                 raise ValueError(
-                    f"`out` (={out}) must contain undamaged shards, but {split}/{damaged[0]} is damaged "
-                    f"({len(damaged)} shards of {split}/ are). Copy them again, or remove {split}/ and "
-                    "pack again."
+                    f"`out` (={out}) contains damaged shards. {split}/{damaged[0]} is the first of "
+                    f"{len(damaged)} in {split}/. Copy them again, or remove {split}/ and pack again."
                 )
 
     def prepared(self, data: bytes) -> bytes:
@@ -245,9 +244,9 @@ class _Split:
             if different := [name for name in plan if plan[name] != before.get(name)]:
                 name = different[0]
                 raise ValueError(
-                    f"`{name}` (={plan[name]}) must equal the value of the packing in {self.out} "
-                    f"(={before.get(name)}), because this command would continue that packing. Use the "
-                    "same value, or choose another folder with out=<folder>."
+                    f"`{name}` (={plan[name]}) differs from the value of the packing in {self.out} "
+                    f"(={before.get(name)}), which this command would continue. Use the same value, or "
+                    "choose another folder with out=<folder>."
                 )
             return num_per_shard
         # The images per shard determine which image is in which shard. The number is computed from a seeded sample and
@@ -344,10 +343,9 @@ class _Split:
         if len(corrupt) > self.packing.max_corrupt_images:
             name, why = corrupt[-1]
             raise ValueError(
-                f"`max_corrupt_images` (={self.packing.max_corrupt_images}) must be at least the "
-                f"number of images that cannot be decoded, which is {len(corrupt)} so far. The last "
-                f"one is {name} ({why}). Repair them, or set max_corrupt_images={len(corrupt)} or "
-                "more to leave them out."
+                f"`max_corrupt_images` (={self.packing.max_corrupt_images}) is exceeded. So far, "
+                f"{len(corrupt)} images cannot be decoded, the last of which is {name} ({why}). Repair "
+                f"them, or set max_corrupt_images={len(corrupt)} or more to leave them out."
             )
 
 

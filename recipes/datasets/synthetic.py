@@ -1,4 +1,4 @@
-"""Synthetic dataset of random noise with the size of ImageNet, which reads and decodes no files."""
+"""Synthetic dataset of noise images with the size of ImageNet, which needs no image files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_VAL = 50_000
 
 
 class StoredRows(RowSource):
-    """Source of `num_images` noise images, which repeat `num_stored` different images.
+    """Source of `num_images` noise images that cycles through `num_stored` different images.
 
     Image i is the stored image `i mod num_stored`, and its label is `i mod num_stored mod num_classes`. The images
     depend only on the seed, and not on the epoch.
@@ -38,7 +38,7 @@ class StoredRows(RowSource):
             ("num_classes", num_classes),
             ("num_images", num_images),
         ):
-            require_whole(name, value, f"it is a count or a size. Set data.{name}=1 or more")
+            require_whole(name, value, f"no images could be generated. Set data.{name}=1 or more")
         self.num_images = num_images
         self.num_classes = num_classes
         self.image_size = image_size
@@ -56,7 +56,7 @@ class StoredRows(RowSource):
 
 
 class SyntheticImageNetDataModule(ImageDataModule):
-    """Data module that yields noise instead of images, in the shape and dtype of `ImageNetDataModule`.
+    """Data module that yields noise images with the shape and dtype of those of `ImageNetDataModule`.
 
     Nothing is read or decoded. Use it to measure the throughput of a network without the influence of data loading, and
     to test recipes without a dataset. Accuracies on noise are meaningless. Arguments that are not listed here are those
@@ -104,7 +104,7 @@ class SyntheticImageNetDataModule(ImageDataModule):
             ("num_val_images", num_val_images),
             ("num_stored_images", num_stored_images),
         ):
-            require_whole(name, value, f"it is a count or a size. Set data.{name}=1 or more")
+            require_whole(name, value, f"no images could be generated. Set data.{name}=1 or more")
         self.num_classes = num_classes
         self.image_size = image_size
         self.num_train_images = num_train_images

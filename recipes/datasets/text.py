@@ -200,7 +200,10 @@ class TextDataModule(pl.LightningDataModule):
         values = locals()
         for name, lowest in least.items():
             require_whole(
-                name, values[name], f"it is a count. Set data.{name}=<number>", least=lowest
+                name,
+                values[name],
+                f"the loaders cannot form batches otherwise. Set data.{name}={lowest} or more",
+                least=lowest,
             )
         if root is None and packing is None:
             raise ValueError(
@@ -246,7 +249,7 @@ class TextDataModule(pl.LightningDataModule):
         }
 
     def train_dataloader(self) -> TextLoader:
-        """Create this rank's training loader, whose epoch Lightning sets."""
+        """Create this rank's training loader. Lightning sets the loader's epoch."""
         sequences = self.splits["train"]
         trainer = self.trainer
         order = EpochOrder(

@@ -61,7 +61,7 @@ class PackedText:
         path = folder / INDEX_NAME
         if not path.is_file():
             raise ValueError(
-                f"`data.root` (={folder}) must be a folder of completely packed text, but it has no "
+                f"`data.root` (={folder}) does not contain completely packed text, because it has no "
                 f"{INDEX_NAME}. Pack text first: python recipes/pack.py packing=text root=<folder of "
                 "text> out=<this folder>."
             )
@@ -69,7 +69,7 @@ class PackedText:
 
     def __str__(self) -> str:
         if self.num_left_out:
-            left_out = f", {self.num_left_out:,} files left out that are no UTF-8"
+            left_out = f", {self.num_left_out:,} files left out because they are not UTF-8"
         else:
             left_out = ""
         sizes = ", ".join(f"{name} {number:,}" for name, number in self.num_tokens.items())
@@ -78,7 +78,7 @@ class PackedText:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPacking:
-    """Job that packs text into shards of tokens, with its options.
+    """Job that packs text into shards of tokens according to the given options.
 
     Every 20th piece of text is used for validation, and the piece after it for the test. Packing cannot be resumed, so
     a run that was killed starts again.
@@ -108,7 +108,7 @@ class TextPacking:
         require_whole(
             "vocab_size",
             self.vocab_size,
-            "it is a number of tokens. Set packing.vocab_size=30522",
+            "fewer tokens cannot cover the alphabet of ordinary text. Set packing.vocab_size=30522",
             least=300,
         )
         if self.vocab_size > 65535:
@@ -118,7 +118,9 @@ class TextPacking:
             )
         for name in ("shard_tokens", "max_chars", "max_training_chars"):
             if (value := getattr(self, name)) is not None:
-                require_whole(name, value, f"it is a count. Set packing.{name}=<number>")
+                require_whole(
+                    name, value, f"nothing would be packed otherwise. Set packing.{name}=1000000"
+                )
         if self.root is not None and Path(self.root).resolve() == Path(self.out).resolve():
             raise ValueError(
                 f"`out` (={self.out}) must not be the same folder as `root`, because shards would "
@@ -126,7 +128,7 @@ class TextPacking:
             )
 
     def run(self) -> list[str]:
-        """Pack the text, unless `out` already contains the result, and return the lines of a summary.
+        """Pack the text, unless `out` already contains the result, and return a summary as lines of text.
 
         Raises:
             ValueError: `out` holds another packing, or there is too little text.
@@ -253,13 +255,13 @@ def files_of(root: str | None) -> list[Path]:
     files = sorted(path for path in Path(root).rglob("*") if path.is_file())
     if not files:
         raise ValueError(
-            f"`root` (={root}) must be a folder with text files, but it contains no file. Set root=<folder>."
+            f"`root` (={root}) does not exist or contains no files. Set root=<folder>."
         )
     return files
 
 
 def pieces_of(path: Path) -> Iterator[str]:
-    """Read a text file, and yield it in pieces of about `PIECE_CHARS` characters, divided at line ends."""
+    """Read a text file, and yield it in pieces of about `PIECE_CHARS` characters, split at line ends."""
     with path.open(encoding="utf-8") as file:
         while lines := file.readlines(PIECE_CHARS):
             yield "".join(lines)
@@ -276,7 +278,7 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
     except ImportError as error:
         raise ValueError(
             "`tokenizers` must be installed, because it trains and applies the vocabulary. Run pip "
-            "install 'lightning-hybrid[text]'"
+            "install 'lightning-hybrid[text]'."
         ) from error
 
     def make(vocabulary: dict[str, int]) -> Any:

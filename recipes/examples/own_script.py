@@ -1,4 +1,4 @@
-"""Example of a typical Lightning script on two CPU processes, with three lines that use this package.
+"""Example of a typical Lightning script for two CPU processes, in which three lines use this package.
 
 On Ctrl-C or SIGTERM the script stops after the current step and saves a checkpoint. The same command then resumes.
 """

@@ -1,1 +1,1 @@
-"""Checks of training, stream synchronisation, several ranks and speed, which `gpu_check.py` runs."""
+"""Checks that `gpu_check.py` runs, of training, stream synchronization, features on several ranks, and speed."""

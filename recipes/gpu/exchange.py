@@ -1,4 +1,4 @@
-"""Checks that swap fp32 parameters for half-precision copies and back."""
+"""Checks of the code that swaps fp32 parameters for half-precision copies and back."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _check_close(found: list[Tensor], expected: list[Tensor], what: str) -> floa
         distance = (value - reference).norm() / reference.norm().clamp(min=1e-6)
         largest = max(largest, float(distance))
     assert largest < 2e-2, (
-        f"{what} must give the weights of plain steps to 2e-2, and they are {largest:.2g} apart"
+        f"The weights after steps with {what} differ by {largest:.2g} from those after plain steps, more than 2e-2."
     )
     return largest
 
@@ -85,17 +85,18 @@ def values(request: CheckRequest) -> Details:
         exact = weight.detach().clone()
         with trained.window.opened():
             assert torch.equal(weight.detach(), exact.to(torch.bfloat16)), (
-                "opening must round the fp32 values"
+                "The half-precision parameters are not the rounded fp32 values."
             )
             weight.data[0, 0] = 0.5
-        assert weight[0, 0].item() == 0.5, "closing must take over what was written inside"
+        assert weight[0, 0].item() == 0.5, "A value written in half precision was lost at the end."
         assert torch.equal(weight.detach()[1:], exact[1:]), (
-            "closing must keep all bits of what was not written"
+            "An fp32 value changed although it was not written."
         )
         trained.step()
         results.append(trained.weights())
     return {
-        "message": f"as on the CPU to {_check_close(results[0], results[1], 'this device'):.1e}"
+        "message": "Maximum difference from the CPU: "
+        f"{_check_close(results[0], results[1], 'this device'):.1e}."
     }
 
 
@@ -117,14 +118,15 @@ def reducer(request: CheckRequest) -> Details:
     finally:
         dist.destroy_process_group()
     return {
-        "message": f"{backend}: {_check_close(weights, _plain_weights(request), 'DDP'):.1e} from plain steps"
+        "message": f"Maximum difference of DDP over {backend} from plain steps: "
+        f"{_check_close(weights, _plain_weights(request), 'DDP'):.1e}."
     }
 
 
 def stream(request: CheckRequest) -> Details:
     """Check that training steps on a side CUDA stream give the same weights as on the default stream."""
     if not request.on_cuda:
-        raise NotHere("a CPU has no streams")
+        raise NotHere("A CPU has no streams.")
     trained = Trained(request.device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -133,7 +135,8 @@ def stream(request: CheckRequest) -> Details:
             trained.step()
     torch.cuda.current_stream().wait_stream(side)
     return {
-        "message": f"{_check_close(trained.weights(), _plain_weights(request), 'a stream'):.1e} from plain steps"
+        "message": "Maximum difference of steps on a side stream from plain steps: "
+        f"{_check_close(trained.weights(), _plain_weights(request), 'a stream'):.1e}."
     }
 
 
@@ -146,14 +149,15 @@ def compiled(request: CheckRequest) -> Details:
     for _ in range(NUM_STEPS):
         trained.step()
     return {
-        "message": f"{_check_close(trained.weights(), _plain_weights(request), 'compilation'):.1e} from plain steps"
+        "message": "Maximum difference of compiled steps from plain steps: "
+        f"{_check_close(trained.weights(), _plain_weights(request), 'compilation'):.1e}."
     }
 
 
 def graph(request: CheckRequest) -> Details:
     """Check that a replayed CUDA graph uses the current half-precision parameters, not the captured values."""
     if not request.on_cuda:
-        raise NotHere("a CPU has no CUDA graphs")
+        raise NotHere("A CPU has no CUDA graphs.")
     trained = Trained(request.device)
     with (
         trained.window.opened(),
@@ -175,5 +179,7 @@ def graph(request: CheckRequest) -> Details:
     with trained.window.opened():
         captured.replay()
     torch.cuda.synchronize()
-    assert bool((output == 2.0).all()), "a replayed graph must read the weights of the newest cast"
-    return {"message": "a replay reads the newest cast"}
+    assert bool((output == 2.0).all()), (
+        "A replayed CUDA graph used outdated half-precision parameters."
+    )
+    return {"message": "A replayed graph uses the current half-precision parameters."}

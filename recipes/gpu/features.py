@@ -46,7 +46,7 @@ LOSSES: dict[str, Callable[[], object]] = {
 
 
 class Plain(Small):
-    """Small network for pipelines, whose training step does not update buffers of the LightningModule."""
+    """Small network for pipeline checks. Its training step does not update buffers of the LightningModule."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross-entropy loss of a batch."""
@@ -91,7 +91,7 @@ class Offloading(HostShards, ModelParallelStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Settings of a small training run that checks one feature, by default 16-true with LARS on two nodes.
+    """Settings of a training run that checks one feature. The defaults are 16-true, LARS and two emulated nodes.
 
     `bound`: maximum relative distance of any parameter between GPUs and CPU. It is several times the distance that
     results from other CPU kernels, or from images that differ by an eighth of a rounding error. `by_gloo`: whether Gloo
@@ -169,7 +169,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that training with a feature gives the same weights on all ranks, and similar ones on the CPU.
+    """Check that training with a feature gives the same weights on all ranks, and similar weights on the CPU.
 
     `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
     """
@@ -177,8 +177,8 @@ def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = F
     backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
     if request.on_cuda and backend == "gloo" and not feature.by_gloo:
         raise NotHere(
-            "needs two GPUs or two MIG instances, because NCCL supports one rank on each, and Gloo does not support "
-            "all operations on GPUs"
+            "This check needs two GPUs or two MIG instances, because NCCL supports only one rank on each, and Gloo "
+            "does not support all of the operations on GPUs."
         )
     on_cpu = replace(request, device="cpu")
     worlds = [(request, backend, per_host)] + (
@@ -191,18 +191,20 @@ def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = F
             where, run, num_ranks=num_ranks, limit_s=0.45 * request.limit_s, per_host=of_host
         )
         assert len({answer["bits"] for answer in answers}) == 1, (
-            f"over {carrier} ranks must end with the same bits"
+            f"The ranks ended with different weights over {carrier}."
         )
         weights.append(torch.load(request.folder / f"{where.device}.pt", weights_only=True))
-    assert all(weight.isfinite().all() for weight in weights[0].values()), "weights must be finite"
-    message = f"{num_ranks} ranks over {backend}: the same bits"
+    assert all(weight.isfinite().all() for weight in weights[0].values()), (
+        "The final weights are not finite."
+    )
+    message = f"The weights of {num_ranks} ranks over {backend} are bit-identical"
     if not request.on_cuda:
         return {"message": message, "carrier": backend}
     distance = max(apart(weights[0][key], weights[1][key]) for key in weights[1])
     assert distance < feature.bound, (
-        f"it must agree with the CPU to {feature.bound}, and is {distance:.2g} apart"
+        f"The weights differ from those of the CPU by {distance:.2g}, more than the bound {feature.bound}."
     )
-    message = f"{message}, {distance:.1e} of a norm from those of the CPU"
+    message = f"{message}, and differ from those of the CPU by {distance:.1e} of their norm"
     return {"message": message, "apart": distance, "carrier": backend}
 
 
@@ -312,15 +314,17 @@ def lost_rank(how: str, request: CheckRequest, *, is_other_class: bool = False) 
     answers.pop(LOST_RANK)
     for answer in answers:
         assert f"rank {LOST_RANK}" in answer["error"], (
-            f"all must name rank {LOST_RANK}, one said: {answer['error'][:300]}"
+            f"A rank did not name the failed rank {LOST_RANK}, but raised: {answer['error'][:300]}"
         )
     slowest_s = max(answer["noticed_s"] for answer in answers) - float(lost.read_text())
     if how == "stopped":
         within_s = 30 + _timeout(request).total_seconds()
     else:
         within_s = NAMED_WITHIN_S
-    assert slowest_s < within_s, f"the last rank to notice took {slowest_s:.1f} s"
-    message = f"{backend}: every other rank named the lost one within {slowest_s:.1f} s"
+    assert slowest_s < within_s, (
+        f"A rank needed {slowest_s:.1f} s to notice the failure, more than {within_s} s."
+    )
+    message = f"Over {backend}, all other ranks named the failed rank within {slowest_s:.1f} s."
     return {"message": message, "carrier": backend}
 
 
@@ -341,7 +345,7 @@ def _loses_a_rank(
             lost.write_text(str(time.monotonic()))
             LOSSES[how]()
 
-    error = "no error at all"
+    error = "No error was raised."
     try:
         if rank == LOST_RANK:
             on_hidden = lose

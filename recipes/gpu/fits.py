@@ -157,7 +157,9 @@ def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
         warned += [str(warning.message) for warning in caught]
         _assert_as_before(module)
         first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
-        assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
+        assert last < 0.9 * first, (
+            f"The loss must decrease, but went from {first:.3f} to {last:.3f}."
+        )
     if (precision, optimizer) == ("16-true", "lars"):
         for stage in ("validate", "test", "predict"):
             getattr(trainer_for(request, precision), stage)(module, loader())
@@ -166,25 +168,28 @@ def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
     # Both updates agree to 2e-6 of a weight's norm. Half precision then rounds the next gradient to 2**-11 or 2**-8.
     bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[precision]
     assert distance < bound, (
-        f"both ways of the step must agree to {bound}, and are {distance:.2g} of a norm apart"
+        f"The weights of both kinds of updates differ by {distance:.2g} of their norm, more than {bound}."
     )
-    return {"message": f"both ways {distance:.1e} apart", "warnings": list(dict.fromkeys(warned))}
+    return {
+        "message": f"Both kinds of updates differ by {distance:.1e}.",
+        "warnings": list(dict.fromkeys(warned)),
+    }
 
 
 def _assert_as_before(module: Small) -> None:
     for name, tensor in module.state_dict().items():
         if tensor.is_floating_point():
             assert tensor.dtype is torch.float32, (
-                f"{name} must be fp32 again, but is {tensor.dtype}"
+                f"`{name}` must be fp32 after training, but is {tensor.dtype}."
             )
-            assert tensor.isfinite().all(), f"{name} must be finite"
+            assert tensor.isfinite().all(), f"`{name}` contains values that are not finite."
     assert (module.third == 1 / 3).all(), (
-        f"`third` must keep its bits, but is {module.third[0].item()!r}"
+        f"The buffer `third` must remain 1/3, but is {module.third[0].item()!r}."
     )
     expected = 1 + ONE_STEP * NUM_BATCHES * NUM_EPOCHS
     num_steps = module.num_steps.item()
     assert num_steps == expected, (
-        f"the written buffer must be exactly {expected}, but is {num_steps!r}"
+        f"The buffer `num_steps` must be exactly {expected}, but is {num_steps!r}."
     )
 
 
@@ -209,8 +214,8 @@ def resumes(request: CheckRequest) -> Details:
     for optimizer in ("lars", "lamb"):
         whole = short_fit(request, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
         resumed = short_fit(request, Small(optimizer), "16-true", ckpt_path=path)
-        same_bits(resumed, whole, f"{optimizer}, resumed")
-    return {"message": "lars and lamb in 16-true: the same bits"}
+        same_bits(resumed, whole, f"After a resume with {optimizer}")
+    return {"message": "Resumed runs with LARS and LAMB in 16-true are bit-identical."}
 
 
 class _Noisy(TensorDataset):
@@ -256,12 +261,14 @@ def resumes_within_epoch(request: CheckRequest) -> Details:
     resumed = short_fit(
         request, Small("lars"), "16-true", data=_shuffled_and_noisy(), max_epochs=2, ckpt_path=path
     )
-    same_bits(resumed, whole, "resumed within an epoch")
-    return {"message": f"after {NUM_BATCHES + 3} of {2 * NUM_BATCHES} steps: the same bits"}
+    same_bits(resumed, whole, "After a resume within an epoch")
+    return {
+        "message": f"The run resumed after {NUM_BATCHES + 3} of {2 * NUM_BATCHES} steps is bit-identical."
+    }
 
 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     differing = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not differing, (
-        f"{what}: {len(differing)} of {len(expected)} tensors have other bits, the first is {differing[0]}"
+        f"{what}, {len(differing)} of {len(expected)} tensors differ, the first of which is {differing[0]}."
     )

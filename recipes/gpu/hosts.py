@@ -40,10 +40,10 @@ def lost_host(request: CheckRequest, *, is_other_class: bool = False) -> Details
         answers = run_world(
             request, run, num_ranks=2, limit_s=0.45 * request.limit_s, may_die=may_die
         )
-        assert bool(may_die) != bool(answers[LOST]), "a host must be lost, in the second run alone"
+        assert bool(may_die) != bool(answers[LOST]), "A host must fail in the second run only."
         weights.append(torch.load(request.folder / "weights.pt", weights_only=True))
-    same_bits(weights[1], weights[0], "without one of two hosts")
-    message = f"{backend}: the other host went on, to the bits of the undisturbed run"
+    same_bits(weights[1], weights[0], "After the failure of one of two hosts")
+    message = f"Over {backend}, the other host continued and ended with the weights of the undisturbed run."
     return {"message": message, "carrier": backend}
 
 

@@ -36,21 +36,21 @@ def contrastive(request: CheckRequest) -> Details:
             with torch.autocast(request.device, dtype=dtype):
                 inside = loss(*_leaves(*pair))
             assert inside.dtype is torch.float32, (
-                f"{name} must be fp32 inside of autocast, and is {inside.dtype}"
+                f"`{name}` must be fp32 inside autocast, but is {inside.dtype}."
             )
             results = _loss_and_gradients(loss, *pair, autocast=dtype)
             for tensor, expected in zip(results, plain, strict=True):
                 assert torch.equal(tensor, expected), (
-                    f"{name} must have the same bits inside of autocast to {dtype}"
+                    f"`{name}` changes inside autocast to {dtype}."
                 )
         for tensor, expected in zip(plain, exact, strict=True):
             distance = float((tensor.double() - expected).norm() / expected.norm())
             farthest = max(farthest, distance)
             assert distance < 1e-4, (
-                f"{name} must agree with fp64 to 1e-4, and is {distance:.1e} of a norm apart"
+                f"`{name}` differs from fp64 by {distance:.1e} of its norm, more than 1e-4."
             )
     return {
-        "message": f"{', '.join(LOSSES)}: fp32 inside of autocast, {farthest:.0e} of a norm from fp64"
+        "message": f"{', '.join(LOSSES)} are fp32 inside autocast, and differ from fp64 by at most {farthest:.0e}."
     }
 
 

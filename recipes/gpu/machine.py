@@ -78,7 +78,7 @@ def driver() -> str | None:
 
 
 def why_no_gpu() -> str:
-    """Return a sentence with the CUDA version of torch and the driver version, for an error message.
+    """Return a sentence for error messages that states torch's CUDA version and the driver version.
 
     >>> why_no_gpu().startswith(f"torch {torch.__version__} was built for CUDA {torch.version.cuda}")
     True

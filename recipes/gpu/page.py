@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "gpu_check.html"
 
 
 def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[str]:
-    """Return three lines that list the guarantees that hold, that do not hold, and that were not tested.
+    """Return three lines with the guarantees that hold, those that do not hold, and those that were not tested.
 
     A guarantee does not hold if one of its checks failed. It counts as not tested if a check was skipped or is missing,
     and no check failed. A guarantee that was tested only over Gloo holds "over Gloo", and counts as not tested over
@@ -27,10 +27,10 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
     >>> check = Check(name="lars", run=dict, limit_s=1, promise="LARS")
     >>> outcome = CheckOutcome(name="lars", status="PASS", seconds=1, message="")
     >>> promises([check], [outcome])
-    ['Holds here: LARS.', 'Does not hold here: nothing.', 'Not tried: nothing.']
+    ['Holds here: LARS.', 'Does not hold here: nothing.', 'Not tested: nothing.']
     >>> outcome.details["carrier"] = "gloo"
     >>> promises([check], [outcome])
-    ['Holds here: LARS over Gloo.', 'Does not hold here: nothing.', 'Not tried (1 of 2): LARS over NCCL.']
+    ['Holds here: LARS over Gloo.', 'Does not hold here: nothing.', 'Not tested (1 of 2): LARS over NCCL.']
     """
     by_name = {outcome.name: outcome for outcome in outcomes}
     statuses: dict[str, set[str]] = {}
@@ -60,7 +60,7 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
         count = f" ({len(open_)} of {len(kept) + len(broken) + len(open_)})"
     else:
         count = ""
-    lines = {"Holds here": kept, "Does not hold here": broken, f"Not tried{count}": open_}
+    lines = {"Holds here": kept, "Does not hold here": broken, f"Not tested{count}": open_}
     return [f"{words}: {'; '.join(names) or 'nothing'}." for words, names in lines.items()]
 
 
@@ -96,7 +96,7 @@ def _page(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment
     if gpus:
         title = f"GPU check: {len(gpus)} x {gpus[0]}"
     else:
-        title = "GPU check: what a CPU can answer"
+        title = "GPU check: the checks that a CPU can run"
     return html_page.render(
         TEMPLATE,
         title=title,
@@ -144,7 +144,7 @@ def write_rows(page: Path, new: Sequence[str]) -> None:
     start = next((at for at in range(heading, len(lines)) if lines[at].startswith("|")), None)
     if start is None:
         raise ValueError(
-            f"`readme` (={page}) must have a table under `## Results`. Set readme={RECORDS}."
+            f"`readme` (={page}) has no table under the heading `## Results`. Set readme={RECORDS}."
         )
     end = next((at for at in range(start, len(lines)) if not lines[at].startswith("|")), len(lines))
     kept = [line for line in lines[start:end] if not line.startswith(f"| {COMMAND} |")]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = "exchange features fits hosts losses scales speed waits worlds".split()
 PRELOADED = [f"recipes.gpu.{name}" for name in _PRELOADED]
 
-NO_TIME = "no time left: increase `minutes`"
+NO_TIME = "No time was left. Increase `minutes`."
 ON_GLOO = "gloo"
 """Value of `carrier` in the details of a check whose ranks communicated over Gloo.
 
@@ -115,7 +115,7 @@ def run_checks(
     on_outcome: Callable[[CheckOutcome], None],
     num_gpus: int = 0,
 ) -> list[CheckOutcome]:
-    """Run checks one after another, skipping the rest when the total time limit is reached.
+    """Run checks one after another until the total time limit is reached, and skip those that remain.
 
     A check that is stopped because the total limit `limit_s` is reached counts as skipped.
     """
@@ -169,14 +169,17 @@ def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
     elif code is None:
         result = {
             "status": "FAIL",
-            "message": f"not done after {limit_s:.0f} s; see {folder / 'log'}",
+            "message": f"The check did not finish within {limit_s:.0f} s. See {folder / 'log'}.",
         }
     elif not answer.exists():
         if code < 0:
             died = f"by signal {-code}"
         else:
             died = f"with exit code {code}"
-        result = {"status": "FAIL", "message": f"its process ended {died}; see {folder / 'log'}"}
+        result = {
+            "status": "FAIL",
+            "message": f"The process of the check ended {died}. See {folder / 'log'}.",
+        }
     else:
         result = json.loads(answer.read_text())
     if result["status"] == "FAIL":
@@ -310,19 +313,20 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
     """Read the results of checks and the machine description from a file that `write_outcomes` wrote.
 
     Raises:
-        ValueError: The file does not exist or has another content.
+        ValueError: The file does not exist or has different content.
     """
     try:
         content = json.loads(path.read_text())
         return [CheckOutcome(**row) for row in content["checks"]], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`out` (={path.parent}) must contain the report.json of a GPU check: {error}."
+            f"`out` (={path.parent}) contains no readable report.json of a GPU check: {error}. "
+            "Set out=<folder> to the folder of a check."
         ) from error
 
 
 def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
-    """Return those earlier results that are still valid for this machine, library versions and code.
+    """Return the earlier results that are still valid for this machine, its library versions and the code.
 
     Failed and skipped checks are not included. Nothing is valid if the git checkout has uncommitted changes.
     """

@@ -82,24 +82,24 @@ def dynamic_scale(request: CheckRequest) -> Details:
             log_every_n_steps=LOG_EVERY,
         )
         assert list(read.rates) == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY)), (
-            "each logged step is read once"
+            "The rates must be recorded once at each logged step."
         )
         for step, rate in read.rates.items():
             expected = by_hand[step - read.num_skipped[step]]
             assert rate == expected, (
-                f"{optimizer}: the rate after step {step}, {read.num_skipped[step]} of them skipped, must be "
-                f"{expected}, and is {rate}"
+                f"With {optimizer}, the learning rate after {step} steps, of which "
+                f"{read.num_skipped[step]} were skipped, must be {expected}, but is {rate}."
             )
         num_skipped[optimizer] = read.num_skipped[NUM_STEPS]
         # One step at a scale of 2**24 is skipped, and none afterwards, because the largest gradient is then known.
         assert num_skipped[optimizer] == 1, (
-            f"{optimizer}: one step must be skipped, and {num_skipped[optimizer]} were"
+            f"With {optimizer}, one step must be skipped, but {num_skipped[optimizer]} were."
         )
         losses = torch.stack(module.losses)
         assert losses[-4:].mean() < losses[:4].mean(), (
-            f"{optimizer}: the loss must fall, and {losses.tolist()}"
+            f"With {optimizer}, the loss must decrease, but it was {losses.tolist()}."
         )
     return {
-        "message": f"rates of a schedule by steps; of {NUM_STEPS} steps 1 skipped",
+        "message": f"The schedule was followed, and 1 of {NUM_STEPS} steps was skipped.",
         "num_skipped": num_skipped,
     }

@@ -84,14 +84,14 @@ def updates(request: CheckRequest) -> Details:
     message = ", ".join(f"{arm} {ratio}" for arm, ratio in ratios.items())
     return {
         "status": verdict(request, is_fast=is_fast),
-        "message": f"copy {bytes_per_s / 1e9:.0f} GB/s; times its bytes: {message}",
+        "message": f"Copies reach {bytes_per_s / 1e9:.0f} GB/s. Update time relative to a copy: {message}.",
         "table": table,
         "copy_bytes_per_s": bytes_per_s,
     }
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the median time of a call on the device, and the time in which the host enqueues it.
+    """Return the median time that a call takes on the device, and that the host takes to enqueue it.
 
     On a GPU, a sample consists of several calls.
     """
@@ -221,11 +221,9 @@ def resnet50(request: CheckRequest) -> Details:
     ratios = ", ".join(
         f"{our_rate / rate:.2f} times {arm} ({rate:.0f})" for arm, rate in lightning_rates.items()
     )
-    message = (
-        f"ResNet-50, {num_ranks} ranks: {our_rate:.0f} images/s in 16-true with LARS: {ratios}"
-    )
+    message = f"ResNet-50 on {num_ranks} ranks trains {our_rate:.0f} images/s in 16-true with LARS: {ratios}"
     if not request.on_cuda:
-        message = f"{message} (a tiny network: no measurement)"
+        message = f"{message} (not a measurement, because the network is tiny)"
     return {
         "status": verdict(request, is_fast=our_rate > max(lightning_rates.values(), default=0.0)),
         "message": message,
@@ -291,7 +289,7 @@ def sums(request: CheckRequest) -> Details:
     """
     backend, num_ranks, _ = layout(request)
     if request.on_cuda and backend == "gloo":
-        raise NotHere("needs two GPUs, or two MIG instances")
+        raise NotHere("This check needs two GPUs, or two MIG instances.")
     run = partial(_timed_sums, backend)
     answers = run_world(request, run, num_ranks=num_ranks, limit_s=0.9 * request.limit_s)
 
@@ -312,14 +310,14 @@ def sums(request: CheckRequest) -> Details:
     )
     ratios = [row["x predicted"] for row in table if row["x predicted"]]
     if ratios:
-        comparison = f"at most {max(ratios)} times the planner's"
+        comparison = f"at most {max(ratios)} times the planner's prediction"
         status = verdict(request, is_fast=max(ratios) <= PREDICTION_BOUND)
     else:
         comparison = "no prediction for this machine"
         status = "PASS"
     return {
         "status": status,
-        "message": f"sums of {num_ranks} ranks: {times}; {comparison}",
+        "message": f"All-reduces of {num_ranks} ranks: {times}; {comparison}.",
         "table": table,
     }
 

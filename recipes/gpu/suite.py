@@ -15,7 +15,7 @@ MARK = re.compile(
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the paths of test files with tests that are marked `gpu`.
+    """Return the paths of the test files that contain tests marked `gpu`.
 
     Collecting all tests with pytest would take as long as running the marked tests, and would need Hydra.
     """
@@ -26,14 +26,16 @@ def files_with_gpu_tests() -> list[str]:
 def gpu_tests(request: CheckRequest) -> Details:
     """Run all tests that are marked `gpu` with pytest, and raise if one fails."""
     if not request.on_cuda:
-        raise NotHere("the tests of `-m gpu` need a GPU")
+        raise NotHere("The tests that `-m gpu` selects need a GPU.")
     if not (ROOT / "tests").is_dir():
         raise NotHere(
-            "the tests are not part of an installed package: run this check in a checkout of the "
-            "repository"
+            "The tests are not part of the installed package. Run this check in a checkout of the "
+            "repository."
         )
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
-    assert not missing, f"the tests need {' and '.join(missing)}: `pip install {' '.join(missing)}`"
+    assert not missing, (
+        f"The tests need {' and '.join(missing)}. Run `pip install {' '.join(missing)}`."
+    )
     command = [
         sys.executable,
         "-m",

@@ -58,7 +58,7 @@ def waits(request: CheckRequest) -> Details:
     quick = late(is_safe=False)
     safe = late(is_safe=True)
     for kind, weights in quick.items():
-        same_bits(weights, safe[kind], f"{kind}, 10 ms late")
+        same_bits(weights, safe[kind], f"With writes delayed by 10 ms in {kind}")
     device = torch.device(request.device)
     weight = torch.ones(1 << 20, device=device)
     host = HostCopies()
@@ -67,11 +67,15 @@ def waits(request: CheckRequest) -> Details:
     weight.add_(1)
     host.wait()
     assert (copied == 2).all(), (
-        f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
+        f"The copy for a checkpoint must contain only 2, but contains {copied.unique().tolist()}."
     )
     if not request.on_cuda:
-        raise NotHere("a CPU has no streams, so only the arithmetic was checked, which is correct")
-    return {"message": "sum, backward, prefetcher and checkpoint wait"}
+        raise NotHere(
+            "A CPU has no streams, so only the arithmetic was checked, and it is correct."
+        )
+    return {
+        "message": "All-reduces, backward, prefetcher and checkpoint copies wait for late writes."
+    }
 
 
 class _Doubled:
@@ -187,11 +191,11 @@ def who_waits(request: CheckRequest) -> Details:
         if row["where"].startswith("lightning_hybrid/")
     ]
     if not request.on_cuda:
-        raise NotHere("a CPU device never blocks a step, so only the training runs were checked")
+        raise NotHere("A CPU device never blocks a step, so only the training runs were checked.")
     assert not ours, (
-        f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
+        f"These lines of the library wait for the device during a step: {', '.join(ours)}."
     )
     return {
-        "message": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others",
+        "message": f"{len(ours)} lines of this library and {len(table) - len(ours)} others wait for the device.",
         "table": table,
     }

@@ -1,4 +1,4 @@
-"""Helpers that run a GPU check on several ranks, one process per rank, and checks of the all-reduce."""
+"""All-reduce checks, and helpers that run a GPU check on several ranks with one process per rank."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
                 for stage in stages:
                     run_stage(stage, job, dist.group.WORLD)
                 assert torch.equal(flat, expected), (
-                    f"{algorithm} of {numel} {dtype} on one rank changed the tensor"
+                    f"`{algorithm}` on one rank changed a tensor of {numel} elements of {dtype}."
                 )
     dist.destroy_process_group()
-    return {"message": f"{', '.join(STAGES)} over {backend}"}
+    return {"message": f"{', '.join(STAGES)} over {backend} leave a tensor unchanged."}
 
 
 def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,7 +85,7 @@ def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str,
         return "gloo", 4, 4
     if request.num_gpus < 2:
         if is_other_class:
-            raise NotHere("needs two GPUs, or two MIG instances")
+            raise NotHere("This check needs two GPUs, or two MIG instances.")
         return "gloo", 4, 1
     # Adasum needs a power of two of nodes.
     num_ranks = min(8, 1 << request.num_gpus.bit_length() - 1)
@@ -100,9 +100,9 @@ def use_other_class(request: CheckRequest) -> None:
     """
     if not request.on_cuda or not hasattr(dist, "ProcessGroupNCCL2"):
         raise NotHere(
-            "this torch has only one NCCL process-group class"
+            "This version of torch has only one NCCL process-group class."
             if request.on_cuda
-            else "NCCL needs a GPU"
+            else "NCCL needs a GPU."
         )
     # In torch 2.14 the second class must be requested, and from 2.15 on the first one.
     is_default = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
@@ -140,7 +140,7 @@ class KnownSums(pl.Callback):
             ]
             expected = torch.stack(addends).sum(0).to(dtype)
             assert torch.equal(future.wait(), expected), (
-                f"{self.algorithm}: the sum of {numel} {dtype} is wrong"
+                f"`{self.algorithm}` computed a wrong sum of {numel} elements of {dtype}."
             )
         engine.close()
 
@@ -200,14 +200,16 @@ def run_world(
         if rank in may_die:
             continue
         if "failed" in answer:
-            message = f"rank {rank} of {num_ranks}: {answer['failed']}"
+            message = f"Rank {rank} of {num_ranks} failed: {answer['failed']}"
             if answer.get("is_of_time"):
                 raise NotInTimeError(message)
             raise AssertionError(message)
         if not answer and code is None:
-            raise NotInTimeError(f"rank {rank} of {num_ranks} did not finish in {limit_s:.0f} s")
+            raise NotInTimeError(
+                f"Rank {rank} of {num_ranks} did not finish within {limit_s:.0f} s."
+            )
         if not answer:
-            raise AssertionError(f"rank {rank} of {num_ranks} exited with code {code}")
+            raise AssertionError(f"Rank {rank} of {num_ranks} exited with code {code}.")
     return answers
 
 

@@ -107,7 +107,7 @@ def axes_from(config: Mapping[str, Any], *, parent: str = "") -> list[Axis]:
         key = f"{parent}{name}"
         if not isinstance(value, Mapping):
             raise ValueError(
-                f"`axes.{key}` (={value}) must be an axis, such as {{low: 0.1, high: 10.0, num: 3}}."
+                f"`axes.{key}` (={value}) is not an axis. Set it to a mapping such as {{low: 0.1, high: 10.0, num: 3}}."
             )
         if "low" in value or "high" in value:
             axes.append(_axis(key, value))
@@ -115,7 +115,7 @@ def axes_from(config: Mapping[str, Any], *, parent: str = "") -> list[Axis]:
             axes.extend(axes_from(value, parent=f"{key}."))
     if not axes and not parent:
         raise ValueError(
-            "`axes` (={}) must have at least one axis. Add one, such as "
+            "`axes` (={}) must contain at least one axis. Add one, such as "
             "+axes.optim.lr={low:0.1,high:10.0,num:3}."
         )
     return axes
@@ -127,8 +127,8 @@ def _axis(key: str, options: Mapping[str, Any]) -> Axis:
     wrong = sorted(missing) + sorted(unknown)
     if wrong:
         raise ValueError(
-            f"`axes.{key}` (={options}) must have the keys low, high and num, and can have the key "
-            f"scale. Check the key {wrong[0]}."
+            f"`axes.{key}` (={options}) must have the keys low, high and num, and may have the key "
+            f"scale. Add or correct the key {wrong[0]}."
         )
     return Axis(key=key, **options)
 

@@ -39,7 +39,8 @@ class CoarseToFine(BaseSampler):
         for name, value, least in (("num_rounds", num_rounds, 1), ("zoom", zoom, 2)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"`sampler.{name}` (={value}) must be a whole number, at least {least}."
+                    f"`sampler.{name}` (={value}) must be a whole number of at least {least}. Set "
+                    f"sampler.{name}={least}, for example."
                 )
         self.axes = axes
         self.num_rounds = num_rounds
@@ -85,7 +86,8 @@ class CoarseToFine(BaseSampler):
             ValueError: Always.
         """
         raise ValueError(
-            f"`{param_name}` must be one of the axes {[axis.key for axis in self.axes]}."
+            f"`{param_name}` must be one of the axes {[axis.key for axis in self.axes]} of this search. Add "
+            "it to `axes`."
         )
 
     def _free_points(self, study: Study) -> list[Point]:

@@ -1,4 +1,4 @@
-"""File locks that show to processes sharing a search which trials are still running."""
+"""File locks by which processes that share a search know which trials are still running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrialLocks:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Context manager under which only one process at a time can start a trial, so that none runs twice."""
+        """Context manager that lets only one process at a time start a trial, so that no trial runs twice."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 0, os.SEEK_SET)
         try:
             yield

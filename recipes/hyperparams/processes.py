@@ -1,4 +1,4 @@
-"""Processes of a trial, one per rank, which are forked from a server with all modules imported."""
+"""Processes of a trial, one per rank, which are forked from a server that has imported all modules."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TrialProcesses:
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             process.join()
-            reason = f"the process of rank {rank} ended with exit code {process.exitcode}"
+            reason = f"The process of rank {rank} ended with exit code {process.exitcode}."
             return Outcome(status="failed", reason=reason)
         if isinstance(message, Report) or rank == 0 or message.status == "failed":
             return message

@@ -24,7 +24,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class RunningTrial:
-    """Running trial together with its processes."""
+    """Trial that is currently running, with its processes."""
 
     trial: Trial
     processes: TrialProcesses

@@ -92,7 +92,7 @@ class Search:
         elif saved_settings != settings:
             raise ValueError(
                 f"`hydra.run.dir` (={folder}) contains trials with other settings ({saved_settings}, "
-                f"now {settings}). Use the same configuration, or another directory."
+                f"now {settings}). Use the same configuration, or set another hydra.run.dir."
             )
 
     def rounds(self) -> list[list[FrozenTrial]]:

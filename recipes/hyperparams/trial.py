@@ -63,7 +63,7 @@ def configured(overrides: Sequence[str], *, run_dir: str) -> DictConfig:
     if cfg.trainer.num_nodes != 1:
         raise ValueError(
             f"`trainer.num_nodes` (={cfg.trainer.num_nodes}) must be 1 in a trial, because all "
-            "its ranks are on one host. Set trainer.num_nodes=1, and strategy.ranks_per_node to "
+            "ranks of a trial run on one host. Set trainer.num_nodes=1, and strategy.ranks_per_node to "
             "emulate nodes."
         )
     return cfg
@@ -195,8 +195,8 @@ class TrainTrial:
         if self.objective not in metrics:
             metric_names = ", ".join(sorted(metrics))
             raise ValueError(
-                f"`objective` (={self.objective}) must be a metric that validation logs. The metrics "
-                f"are {metric_names}."
+                f"`objective` (={self.objective}) is not a metric that validation logs. Set objective to one "
+                f"of {metric_names}."
             )
         value = metrics[self.objective]
         if not math.isfinite(value):

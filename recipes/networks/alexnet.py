@@ -137,17 +137,19 @@ class AlexNetBN(nn.Module):
             ("image_size", image_size),
             ("stem_stride", stem_stride),
         ):
-            require_whole(name, value, f"it is a count or a size. Set model.{name}")
+            require_whole(
+                name, value, f"the network cannot be built otherwise. Set model.{name}=1 or more"
+            )
         require_whole(
             "stem_padding",
             stem_padding or 0,
-            "it is a number of pixels. Set model.stem_padding",
+            "padding cannot be negative. Set model.stem_padding=2",
             least=0,
         )
         require_number(
             "bn_eps",
             bn_eps,
-            "BatchNorm adds it to the variance. Set model.bn_eps=1.0e-5",
+            "BatchNorm adds it to the variance to avoid a division by zero. Set model.bn_eps=1.0e-5",
             above=True,
         )
         channels = [round(width * num_channels) for num_channels in CONV_CHANNELS]
@@ -175,8 +177,8 @@ class AlexNetBN(nn.Module):
             size = conv.out_size(size, pool_padding=pool_padding)
         if size < 1:
             raise ValueError(
-                f"`image_size` (={image_size}) must leave at least one pixel after pool5. Set a "
-                "larger model.image_size, or a smaller model.stem_stride."
+                f"`image_size` (={image_size}) is too small, because no pixel would remain after "
+                "pool5. Set a larger model.image_size, or a smaller model.stem_stride."
             )
 
         # Not grouped, unlike both of Ginsburg's networks, which use two groups: Jia et al. report 62 million
@@ -288,10 +290,12 @@ class AlexNet(nn.Module):
     ) -> None:
         super().__init__()
         require_whole(
-            "num_classes", num_classes, "it is a number of classes. Set model.num_classes"
+            "num_classes",
+            num_classes,
+            "a classifier needs at least one class. Set model.num_classes=1000",
         )
         require_whole(
-            "in_channels", in_channels, "it is a number of channels. Set model.in_channels=3"
+            "in_channels", in_channels, "an image has at least one channel. Set model.in_channels=3"
         )
         self.checkpoint_activations = checkpoint_activations
         self.node_slices = _node_slices(
@@ -346,7 +350,7 @@ def _check(
 ) -> None:
     if min(channels) < 1:
         raise ValueError(
-            f"`width` (={width}) must leave every layer at least one channel, but conv1 would have "
+            f"`width` (={width}) is too small, because conv1 would have "
             f"{channels[0]} channels. Set model.width={1 / CONV_CHANNELS[0]:.4f} or more."
         )
     for name, kernel in kernels.items():
@@ -358,7 +362,7 @@ def _check(
     if bn_position not in get_args(BNPosition):
         raise ValueError(
             f"`bn_position` (={bn_position}) must be one of {', '.join(get_args(BNPosition))}. "
-            "Set model.bn_position to one of them."
+            "Set model.bn_position=before_relu, for example."
         )
     if pool_padding not in (0, 1):
         raise ValueError(

@@ -12,12 +12,12 @@ from lightning_hybrid.models.activation_checkpointing import second_pass
 
 
 class Bert(nn.Module):
-    """Randomly initialised BERT from `transformers` for masked language modelling, without a download.
+    """BERT from `transformers` for masked language modeling, with random weights and without a download.
 
     Embedding and head share their weight. The head is computed only for masked positions.
 
     Args:
-        num_classes: Size of the vocabulary, among which masked tokens are predicted.
+        num_classes: Size of the vocabulary from which masked tokens are predicted.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings: As in
             `transformers.BertConfig`, whose defaults are BERT-base.
         dropout: Dropout probability of hidden states and attention.
@@ -45,7 +45,7 @@ class Bert(nn.Module):
         except ImportError as error:
             raise ValueError(
                 "`transformers` must be installed, because this network is built with it. Run pip "
-                "install 'lightning-hybrid[text]'"
+                "install 'lightning-hybrid[text]'."
             ) from error
         config = BertConfig(
             vocab_size=num_classes,
@@ -93,7 +93,7 @@ class Bert(nn.Module):
         return logits
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Return embeddings, layers and head as blocks for pipeline parallelism."""
+        """Return the embeddings, each layer and the head as blocks for pipeline parallelism."""
         return self._blocks
 
     def example(
@@ -113,7 +113,7 @@ class Bert(nn.Module):
 
 
 class _Beside(nn.Module):
-    """Wrapper of a layer that also passes the positions of masked tokens on to the next layer."""
+    """Wrapper of a layer that also passes the positions of the masked tokens on to the next layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

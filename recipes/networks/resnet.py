@@ -172,15 +172,17 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         require_whole(
-            "num_classes", num_classes, "it is a number of classes. Set model.num_classes"
+            "num_classes",
+            num_classes,
+            "a classifier needs at least one class. Set model.num_classes=1000",
         )
         require_whole(
-            "in_channels", in_channels, "it is a number of channels. Set model.in_channels=3"
+            "in_channels", in_channels, "an image has at least one channel. Set model.in_channels=3"
         )
         require_number(
             "bn_eps",
             bn_eps,
-            "BatchNorm adds it to the variance. Set model.bn_eps=1.0e-5",
+            "BatchNorm adds it to the variance to avoid a division by zero. Set model.bn_eps=1.0e-5",
             above=True,
         )
         _check(depth=depth, variant=variant, stem=stem, zero_gamma=zero_gamma, width=width)
@@ -283,6 +285,6 @@ def _check(*, depth: int, variant: str, stem: str, zero_gamma: str, width: float
             )
     if round(width * STAGE_CHANNELS[0]) < 1:
         raise ValueError(
-            f"`width` (={width}) must leave every layer at least one channel, but conv1 would have "
+            f"`width` (={width}) is too small, because conv1 would have "
             f"no channels. Set model.width={1 / STAGE_CHANNELS[0]} or more."
         )

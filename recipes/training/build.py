@@ -72,7 +72,7 @@ def build(
         if kind.func is not Classifier:
             raise ValueError(
                 f"`module` (={kind.func.__name__}) and strategy=fsdp2 cannot be combined, because "
-                "this strategy can shard only a Classifier. Set strategy=hybrid."
+                "this strategy can shard only a `Classifier`. Set strategy=hybrid."
             )
         kind = ShardedClassifier
     module = kind(

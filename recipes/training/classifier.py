@@ -168,7 +168,7 @@ class Classifier(pl.LightningModule):
             )
         if steps_per_epoch < FEW_STEPS and total_steps < MANY_STEPS and self.trainer.is_global_zero:
             log.warning(
-                f"an epoch has only {steps_per_epoch} steps and the run only {total_steps}, which is "
+                f"An epoch has only {steps_per_epoch} steps and the run only {total_steps}, which is "
                 "too few for most networks. Set a smaller global_batch_size, or set "
                 "recipe=small_images for your own images."
             )
@@ -200,7 +200,7 @@ class Classifier(pl.LightningModule):
         schedule._last_lr = rates
         if self.trainer.is_global_zero:
             log.warning(
-                f"the schedule now has {self._planned_steps['total_steps']} steps instead of "
+                f"The schedule now has {self._planned_steps['total_steps']} steps instead of "
                 f"{saved_steps['total_steps']}, and {self._planned_steps['warmup_steps']} steps of "
                 f"warm-up instead of {saved_steps['warmup_steps']}, so the learning rate jumps from "
                 f"{rate_before:g} to {float(rates[0]):g} after step {self.trainer.global_step}. The "
@@ -228,13 +228,12 @@ class Classifier(pl.LightningModule):
 def _check_warmup(epochs: Any, steps: Any) -> None:
     if (epochs is None) == (steps is None):
         if steps is not None:
-            problem = "both set the length of the warm-up"
+            problem = "cannot both be set, because each determines the length of the warm-up"
         else:
-            problem = "neither sets the length of the warm-up"
+            problem = "cannot both be null, because one must determine the length of the warm-up"
         raise ValueError(
-            f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and "
-            f"one null: {problem}. Set one of them to null and the other to a number, such as 0 "
-            "for no warm-up."
+            f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) {problem}. Set one of "
+            "them to null and the other to a number, such as 0 for no warm-up."
         )
     name = "warmup_steps"
     value = steps
@@ -246,13 +245,13 @@ def _check_warmup(epochs: Any, steps: Any) -> None:
     fits = isinstance(value, int) or (isinstance(value, float) and steps is None)
     if not fits or isinstance(value, bool) or value < 0:
         raise ValueError(
-            f"`{name}` (={value}) must be a {kind}, at least 0. Set {name}=0 for no warm-up."
+            f"`{name}` (={value}) must be a {kind} of at least 0. Set {name}=0 for no warm-up."
         )
 
 
 def _check_label_smoothing(value: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
         raise ValueError(
-            f"`label_smoothing` (={value}) must be from 0 to less than 1, because it is a "
+            f"`label_smoothing` (={value}) must be at least 0 and below 1, because it is a "
             "fraction of the target. Set label_smoothing=0.1, or 0 to disable it."
         )

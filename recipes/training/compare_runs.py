@@ -134,20 +134,20 @@ def read_run(folder: Path, *, name: str) -> Run:
             else:
                 state = f"it contains no {file}"
             raise ValueError(
-                f"`runs` (={folder}) must name directories of finished runs: {state}. The callback "
-                f"RunReport writes {' and '.join(FILES)} at the end of training, and "
-                f"`{command('train')}` prints the directory."
+                f"`runs` (={folder}) is not the directory of a finished run, because {state}. Set `runs` "
+                f"to directories that `{command('train')}` prints. The callback RunReport writes "
+                f"{' and '.join(FILES)} there at the end of training."
             ) from None
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"`runs` (={path}) must be an undamaged file: {error}. Leave this run out, or resume "
+                f"`runs` (={path}) is damaged and cannot be read: {error}. Leave this run out, or resume "
                 "the run with resume=auto to write the file again."
             ) from error
         files.append(content)
     summary, curves = files
     if not isinstance(summary, dict) or not isinstance(curves, dict) or "metrics" not in summary:
         raise ValueError(
-            f"`runs` (={folder}) must contain the summary of a run, but {FILES[0]} has no "
+            f"`runs` (={folder}) is not the directory of a run, because {FILES[0]} has no "
             "`metrics`. Leave this run out."
         )
     points: dict[str, list[tuple[int, float]]] = {}

@@ -20,7 +20,7 @@ from lightning_hybrid.atomic_file import atomic_path, part_path, sync
 
 
 class _Writer(ExperimentWriter):
-    """CSV writer that leaves only complete rows in the file, even if the disk is full.
+    """CSV writer that never leaves incomplete rows in the file, even if the disk is full.
 
     Rows that cannot be written stay in memory until the disk has space. Training continues.
     """
@@ -41,13 +41,13 @@ class _Writer(ExperimentWriter):
         except OSError as error:
             if not self.is_failing:
                 rank_zero_warn(
-                    f"{path} cannot be written ({error.strerror}). The run continues and writes the rows "
-                    "when there is space again. Free some space on that disk."
+                    f"Rows cannot be written to {path} ({error.strerror}). The run continues, and writes them "
+                    "once the disk has space again. Free some space on that disk."
                 )
             self.is_failing = True
             return
         if self.is_failing:
-            rank_zero_info(f"{path} is complete again")
+            rank_zero_info(f"All rows have now been written to {path}.")
         self.metrics_keys = columns
         self.metrics = []
         self.is_failing = False
@@ -72,7 +72,7 @@ class CSVRows(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Writer of the CSV file, which on first access drops rows logged after the checkpoint."""
+        """Writer of the CSV file. The first access drops rows that were logged after the checkpoint."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = part_path(path)
@@ -80,7 +80,7 @@ class CSVRows(CSVLogger):
             kept_rows = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(kept_rows) < self._num_rows_kept:
                 rank_zero_warn(
-                    f"{path} has {len(kept_rows)} rows, but the checkpoint expects "
+                    f"The file {path} has {len(kept_rows)} rows, but the checkpoint expects "
                     f"{self._num_rows_kept}, so the other rows were lost. All logged metrics are in "
                     "curves.json of the run directory."
                 )
@@ -123,7 +123,7 @@ class CSVRows(CSVLogger):
         if self._experiment is not None and self._experiment.metrics:
             rank_zero_warn(
                 f"{len(self._experiment.metrics)} rows of metrics could not be written to "
-                f"{self.log_dir}, because the disk is full."
+                f"{self.log_dir}, because the disk is full. Free some space before the next run."
             )
 
 

@@ -72,7 +72,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        """Replace Lightning's plain half precision by half precision with fp32 master shards."""
+        """Set the precision plugin, after replacing plain half precision by one with fp32 master shards."""
         self._precision_plugin = with_masters(plugin, ShardedHalfPrecision, self.loss_scale)
 
     def teardown(self) -> None:

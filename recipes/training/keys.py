@@ -124,7 +124,7 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
         except (RuntimeError, ValueError) as error:
             reason = first_line(error)
             raise ValueError(
-                f"`model` (={type(model).__name__}) must accept the images of {type(data).__name__}, "
+                f"`model` (={type(model).__name__}) cannot process the images of {type(data).__name__}, "
                 f"which are {' x '.join(map(str, shape))}: {reason}. Set "
                 f"{' '.join([_fitting(cfg, shape), *also])}."
             ) from error

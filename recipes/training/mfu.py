@@ -1,4 +1,4 @@
-"""Calculation of FLOPs per image and peak FLOP/s, for the model FLOPs utilisation (MFU)."""
+"""Calculation of the FLOPs per image and the peak FLOP/s that determine the model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 

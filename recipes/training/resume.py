@@ -1,4 +1,4 @@
-"""Selection of a checkpoint to resume from, with checks that configuration and ranks agree on it."""
+"""Selection of a checkpoint to resume from, with checks that it fits the configuration and is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def newest_whole(folder: Path) -> Path | None:
             continue
         for words in refused:
             rank_zero_warn(
-                f"{words} The run skips this checkpoint and resumes from {candidate.path}."
+                f"{words} The run skips this checkpoint, and resumes from {candidate.path}."
             )
         return candidate.path
     if refused:
@@ -161,14 +161,14 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         new = dict(_leaves(now))
         if further_keys:
             also = (
-                " The same holds for "
+                " Other keys that differ are "
                 f"{', '.join(f'{further_key} (={old.get(further_key)})' for further_key in further_keys)}."
             )
         else:
             also = ""
         raise ValueError(
-            f"`{key}` (={new.get(key)}) must equal the checkpoint's value (={old.get(key)}), "
-            f"because {path} belongs to a run with another configuration.{also} Set "
+            f"`{key}` (={new.get(key)}) differs from the value in the checkpoint {path} "
+            f"(={old.get(key)}).{also} Set "
             f"{key}={old.get(key)}, or start a new run in another hydra.run.dir without `resume`."
         )
 
@@ -187,8 +187,8 @@ def _refuse_shorter_run(path: Path, trainer: DictConfig) -> None:
         # -1: no limit. Another type is rejected later, by name.
         if isinstance(limit, int | float) and 0 <= limit < num_done:
             raise ValueError(
-                f"`trainer.{name}` (={limit}) must be at least the number of {unit} of the checkpoint "
-                f"to resume from (={num_done}, in {path}). Set trainer.{name} to {num_done} or more, "
+                f"`trainer.{name}` (={limit}) must be at least {num_done}, because the checkpoint {path} "
+                f"was saved after that many {unit}. Set trainer.{name} to {num_done} or more, "
                 "or set resume=<path> to an earlier checkpoint."
             )
 
@@ -264,7 +264,7 @@ class SameCheckpoint(Callback):
                 f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(paths[:8])
             )
             raise ValueError(
-                f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank: {marks}. "
+                f"`resume` (={self.ckpt_path}) selects different checkpoints on different ranks ({marks}). "
                 "Set hydra.run.dir to a directory that all nodes share, or set resume=<path> to "
                 "the same file on every rank."
             )

@@ -63,15 +63,21 @@ class SimCLR(Classifier):
         require_number(
             "least_area",
             least_area,
-            "it is a fraction of the image. Set module.least_area=0.08",
+            "a view needs a part of the image. Set module.least_area=0.08",
             above=True,
         )
-        require_number("jitter", jitter, "it is a fraction of the contrast. Set module.jitter=0.4")
+        require_number(
+            "jitter",
+            jitter,
+            "it limits the relative change of gain and level. Set module.jitter=0.4",
+        )
         for name, value in (
             ("num_neighbours", num_neighbours),
             ("max_probe_images", max_probe_images),
         ):
-            require_whole(name, value, f"it is a count. Set module.{name}")
+            require_whole(
+                name, value, f"the probe needs at least one. Set module.{name}=20, for example"
+            )
         name, last = [
             (name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear)
         ][-1]

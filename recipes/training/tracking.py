@@ -1,4 +1,4 @@
-"""Setup of loggers, which includes logging the configuration and continuing W&B runs on resume."""
+"""Setup of loggers, including the logging of the configuration and the continuation of W&B runs on resume."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the loggers from a checkpoint, except a W&B run id that is already set.
+        """Restore the state of the loggers from a checkpoint, but keep a W&B run id that is already set.
 
         A run with another logger keeps the id of the checkpoint, so that its own checkpoints contain the id too.
         """
@@ -103,12 +103,12 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
         if "weights_only" in str(error):
             # The file is complete, but it contains objects of the user's own classes.
             rank_zero_warn(
-                f"The tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run"
+                f"The tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run."
             )
             return {}
         reason = first_line(error)
         raise ValueError(
-            f"`resume` (={ckpt_path}) must be an undamaged Lightning checkpoint: {reason}. Use "
+            f"`resume` (={ckpt_path}) cannot be read as a Lightning checkpoint: {reason}. Use "
             "another checkpoint, or leave `resume` out to start again."
         ) from error
     return state
@@ -140,7 +140,7 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
     if not _is_installed("wandb"):
         rank_zero_warn(
             "wandb is not installed, so metrics are written to csv/metrics.csv of the run "
-            "directory, as with logger=csv"
+            "directory, as with logger=csv. Run pip install wandb to use W&B."
         )
         num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
         return CSVRows(save_dir=cfg.run_dir, name="", version="csv", num_rows_kept=num_rows or 0)

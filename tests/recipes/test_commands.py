@@ -86,7 +86,7 @@ def searched(folder: Path, said: str) -> None:
     assert cells[0][2] == "0.01"
     assert {row[4] for row in cells[1:]} <= {"diverged", "stopped"}
     assert len(cells) == 4
-    assert "4 of 4 trials follow" in said
+    assert "4 of 4 trials remain" in said
     assert (folder / "run/journal.jsonl").stat().st_size > 0
 
 
@@ -124,7 +124,7 @@ COMMANDS = {
         words="recipes/bench.py allreduce.max_bytes=4096 allreduce.num_rounds=2 allreduce.min_sample_s=0.01 "
         "steps.gradients=[linear_8mib] steps.num_rounds=1 steps.num_steps=2 steps.num_warmup_steps=2 "
         "steps.overlap=auto",
-        says=("written to TMP/run",),
+        says=("Written to TMP/run",),
         files=("bench.svg",),
         look=benched,
     ),
@@ -138,7 +138,7 @@ COMMANDS = {
         words="recipes/simulate.py num_nodes=2 num_steps=7 jitter.relative_std=0.02 scaling_ranks=[1,16] epochs=2 "
         "cluster.price_per_node_hour=30 cluster.watts_per_node=3000 search.algorithms=[flat,two_level] "
         "search.bucket_bytes=[4194304,67108864] pictures=true",
-        says=("on 16 GPUs (2 x 8): ", "a step of 1,024 images takes ", "written to TMP/run"),
+        says=("on 16 GPUs (2 x 8): ", "a step of 1,024 images takes ", "Written to TMP/run"),
         files=("simulate.svg", "pipeline.svg"),
         look=planned,
     ),

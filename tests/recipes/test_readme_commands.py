@@ -93,7 +93,7 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     config = fuzzed.composed(program, *overrides, folder=str(tmp_path))
     kind, text = fuzzed.outcome_of(program, config)
     # A sentence that names the program.
-    is_mention = not overrides and "(=???) must have a value" in text
+    is_mention = not overrides and "(=???) is required" in text
     assert is_mention or (kind, text, len(accepted)) == ("built", "", 1)
 
 

@@ -51,7 +51,7 @@ def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(words, tmp_pa
     program = [sys.executable, "-c", PROGRAM, str(ROOT / "recipes" / "simulate.py"), *words, *quick]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written to ") == (
+    assert done.stdout.count("Written to ") == (
         len(CLUSTERS.split(",")) if "--multirun" in words else 1
     )
     assert done.stdout.splitlines()[-1] == "imported:"

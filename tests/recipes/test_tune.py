@@ -162,7 +162,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path):
         ([*two, "name=a/b"], r"`name` \(=a/b\) must consist of letters, digits and _"),
         (
             [*two, f"run_dir={file}/inside"],
-            r"`hydra.run.dir` \(=.*\) must be a writable folder",
+            r"`hydra.run.dir` \(=.*\) cannot be written to",
         ),
     ):
         with pytest.raises(ValueError, match=words):
@@ -170,7 +170,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path):
     check_tune_keys(configured(*two, f"run_dir={tmp_path}/new"))
     assert not list((tmp_path / "new").iterdir())
     with pytest.raises(
-        ValueError, match=r"`world` \(=4 ranks\) must be able to connect: Unable .* ib7\. .*IFNAME"
+        ValueError, match=r"`world` \(=4 ranks\) cannot connect: Unable .* ib7\. .*IFNAME"
     ):
         connect(Unconnected(), Measurement())
 

@@ -154,12 +154,12 @@ class TrainCrop:
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise ValueError(
                 f"`area` (={list(self.area)}) must be two fractions of an image's area in ascending "
-                "order. The usual values for ImageNet are data.area=[0.08,1.0]."
+                "order. Set data.area=[0.08,1.0], the usual values for ImageNet."
             )
         if not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(
                 f"`aspect` (={list(self.aspect)}) must be two ratios of width to height in ascending "
-                "order. The usual values for ImageNet are data.aspect=[0.75,1.3333333333333333]."
+                "order. Set data.aspect=[0.75,1.3333333333333333], the usual values for ImageNet."
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:

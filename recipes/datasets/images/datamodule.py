@@ -1,4 +1,4 @@
-"""Base class of data modules for large images, for any number of ranks."""
+"""Base class of data modules for large image datasets, which are loaded on demand on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes.datasets.images.source import RowSource
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
-    """Base class of data modules for large images, which are loaded on demand.
+    """Base class of data modules for large image datasets, which are loaded on demand.
 
     Subclasses set the image sources in `setup`. Batches leave the loader as uint8. `DevicePrefetcher` normalises them
     on the device. Without a prefetcher, `on_after_batch_transfer` does.
@@ -57,7 +57,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
             require_whole(
                 name,
                 value,
-                f"no batch could be formed otherwise. Set data.{name}={least} or more",
+                f"the loaders cannot form batches otherwise. Set data.{name}={least} or more",
                 least=least,
             )
         self.global_batch_size = global_batch_size
@@ -69,7 +69,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def setup(self, stage: str) -> None:
-        """Set the image sources `train_rows` (training) and `eval_rows` (evaluation) on every rank."""
+        """Create the image sources `train_rows` (training) and `eval_rows` (evaluation) on every rank."""
 
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
@@ -83,7 +83,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> ImageTrainLoader:
-        """Create this rank's training loader, whose epoch Lightning sets."""
+        """Create this rank's training loader. Lightning sets the loader's epoch."""
         trainer = self.trainer
         order = EpochOrder(
             num_images=self.train_rows.num_images,
@@ -97,7 +97,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def val_dataloader(self) -> ImageEvalLoader:
-        """Create this rank's validation loader, where each image is loaded by exactly one rank."""
+        """Create this rank's validation loader. Each image is loaded by exactly one rank."""
         return ImageEvalLoader(
             self.eval_rows,
             **share_of(self.trainer),

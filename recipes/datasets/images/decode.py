@@ -57,7 +57,7 @@ installed decoder.
 
 
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
-    """Decode the bytes of an image file to RGB pixels, uint8 `"height width 3"`.
+    """Decode the bytes of an image file to RGB pixels, a uint8 array of shape `"height width 3"`.
 
     Grey images get three equal channels, CMYK is converted, 16-bit values keep their upper 8 bits, and transparency is
     dropped.
@@ -66,7 +66,7 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
         CorruptImageError: The file is not an image, is incomplete, or has more than `MAX_PIXELS`.
     """
     if not data:
-        raise CorruptImageError("the file is empty")
+        raise CorruptImageError("The file is empty")
     # simplejpeg is faster and gives the same bits as Pillow, because both use libjpeg-turbo with exact transforms.
     # Pillow decodes what it rejects: other formats named .JPEG (ImageNet has a PNG), and damaged files.
     if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
@@ -84,8 +84,8 @@ def _check_size(height: int, width: int) -> None:
     # Checked in the header before memory is allocated: a tiny file can claim to have gigabytes of pixels.
     if height * width > MAX_PIXELS:
         raise CorruptImageError(
-            f"{height} x {width} pixels exceed the limit of {MAX_PIXELS} pixels and would need "
-            f"{height * width * 3} bytes"
+            f"The image has {height} x {width} pixels, which exceeds the limit of {MAX_PIXELS} pixels "
+            f"and would need {height * width * 3} bytes"
         )
 
 
@@ -101,7 +101,9 @@ def _decode_with_pillow(data: bytes) -> Pixels:
     except CorruptImageError:
         raise
     except Exception as error:  # Pillow's plugins raise many kinds of exceptions for invalid files
-        raise CorruptImageError(f"{type(error).__name__}: {error}") from error
+        raise CorruptImageError(
+            f"The image cannot be decoded ({type(error).__name__}: {error})"
+        ) from error
 
 
 def encode_jpeg(pixels: Pixels, *, quality: int) -> bytes:

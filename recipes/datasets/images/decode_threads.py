@@ -71,7 +71,7 @@ class ThreadedBatches(Iterator[Batch]):
         num_batches_ahead: int,
     ) -> None:
         for name, value in (("num_threads", num_threads), ("num_batches_ahead", num_batches_ahead)):
-            require_whole(name, value, f"otherwise no batch would be filled. Set {name}=1")
+            require_whole(name, value, f"no batch would be filled otherwise. Set {name}=1")
         # Decoding and resizing release the GIL, so threads work in parallel, and need no start-up and copies as
         # processes do.
         self._work = _Work(iter(shares), load_row, take_buffer, num_batches_ahead)
@@ -176,9 +176,9 @@ class _Work:
         # A fork copies this object without its threads, and would wait forever without this error.
         if self.process_id != os.getpid():
             raise RuntimeError(
-                "the threads of this iterator run only in the process that created it, but this "
-                "process is a fork of that process: create a new iterator over the loader in this "
-                "process"
+                "This iterator cannot be used in a forked process, because its threads run only in "
+                "the process that created it. Create a new iterator over the loader in this "
+                "process."
             )
         if self.stopped:
             raise StopIteration

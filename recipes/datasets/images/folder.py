@@ -81,13 +81,14 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     if not folders:
         raise ValueError(
             f"`root` (={folder.parent}) must contain one folder per class, but {folder.name}/ has "
-            f"no class folders. ImageNet has 1,000, for example {folder.name}/n01440764/."
+            f"no class folders. Move the images of each class into a folder, such as {folder.name}/n01440764/ "
+            "of ImageNet."
         )
     return tuple(folders)
 
 
 def num_images_up_to(folder: Path, most: int) -> int:
-    """Return the number of images of a split, or `most` if there are more.
+    """Count the images of a split, but stop at `most`.
 
     Because of this limit, only some folders of a large dataset are read.
     """
@@ -111,9 +112,8 @@ def check_root(
     """
     if not root.is_dir():
         raise ValueError(
-            f"`root` (={root}) must be a folder that contains "
-            f"{' and '.join(f'{split}/' for split in splits)}, but there is no such folder. Set "
-            f"{key}=<folder>."
+            f"`root` (={root}) does not exist. Set {key} to a folder that contains "
+            f"{' and '.join(f'{split}/' for split in splits)}."
         )
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
@@ -148,8 +148,8 @@ def check_same_classes(
     >>> check_same_classes(Path("data"), ["cat", "dog"], ["cat", "cow"], num_classes=2)
     Traceback (most recent call last):
         ...
-    ValueError: `root` (=data) must have the same classes in train/ and val/, because labels number the classes in the \
-order of their names: dog only in train/; cow only in val/. Add the missing class folders.
+    ValueError: `root` (=data) has different classes in train/ and val/ (dog only in train/; cow only in val/), so \
+labels would have different meanings. Add the missing class folders.
     """
     only = [
         (sorted({*classes} - {*other_classes}), name)
@@ -160,19 +160,17 @@ order of their names: dog only in train/; cow only in val/. Add the missing clas
             f"{_some(names)} only in {split}/" for names, split in only if names
         )
         raise ValueError(
-            f"`root` (={root}) must have the same classes in train/ and val/, because labels "
-            f"number the classes in the order of their names: {differences}. Add the missing class "
-            "folders."
+            f"`root` (={root}) has different classes in train/ and val/ ({differences}), so labels "
+            "would have different meanings. Add the missing class folders."
         )
     if len(train) < 2:
         raise ValueError(
-            f"`root` (={root}) must have at least two class folders in train/ and val/, because a "
-            f"network learns to tell classes apart, but the only class is {_some(train)}. Add the "
-            "folders of the other classes."
+            f"`root` (={root}) must have at least two class folders in train/ and val/, but the only "
+            f"class is {_some(train)}. Add the folders of the other classes."
         )
     if len(train) != num_classes:
         raise ValueError(
-            f"`num_classes` (={num_classes}) must be the number of classes in `root` (={root}), "
+            f"`num_classes` (={num_classes}) must equal the number of classes in `root` (={root}), "
             f"which is {len(train)}. Set model.num_classes={len(train)}, or add the missing class "
             "folders. For your own images, set data=images model=resnet50, which counts the "
             "classes."

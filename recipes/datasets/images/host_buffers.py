@@ -1,4 +1,4 @@
-"""Pool of host memory for image batches, which is reused once no tensor refers to it."""
+"""Pool of host memory for image batches. A block is reused once no tensor refers to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HostBuffers:
         return partial(HostBuffers, **sizes, pin_memory=self.pin_memory), ()
 
     def take(self, num_images: int) -> Tensor:
-        """Return an uninitialised tensor for a batch of `num_images` images, from the pool if possible."""
+        """Return an uninitialized tensor for a batch of `num_images` images, reusing memory if possible."""
         shape = (num_images, self.image_size, self.image_size, 3)
         # torch's caching allocator already pools pinned memory, and also waits for copies to the device.
         if self.pin_memory:

@@ -82,7 +82,7 @@ class ImageNetDataModule(ImageDataModule):
             require_whole(
                 name,
                 value,
-                f"it is a count or a size. Set data.{name}={least} or more",
+                f"the dataset cannot be loaded otherwise. Set data.{name}={least} or more",
                 least=least,
             )
         self.decoder = decoder or default_decoder()
@@ -113,7 +113,7 @@ class ImageNetDataModule(ImageDataModule):
         self.eval_rows = self._decoded(val, self.eval_crop)
 
     def num_train_images_up_to(self, most: int) -> int:
-        """Return the number of training images, or `most` if there are more."""
+        """Count the training images, but stop at `most`."""
         folder = self.root / "train"
         if holds_shards(folder):
             return min(most, len(ShardedImages(folder)))

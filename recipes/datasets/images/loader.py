@@ -85,7 +85,7 @@ class ImageTrainLoader(ResumableLoader):
 
 
 class ImageEvalLoader:
-    """Evaluation loader of one rank, where each image is loaded by exactly one rank (see `eval_shares`)."""
+    """Evaluation loader of one rank. Each image is loaded by exactly one rank (see `eval_shares`)."""
 
     reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 

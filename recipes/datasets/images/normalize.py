@@ -39,8 +39,8 @@ class NormalizeOnDevice:
                 or (name == "std" and 0 in values)
             ):
                 raise ValueError(
-                    f"`{name}` (={list(values)}) must be three fractions of 255, for red, green and "
-                    f"blue{', above zero' if name == 'std' else ''}. For ImageNet, set "
+                    f"`{name}` (={list(values)}) must be three numbers for red, green and blue, as "
+                    f"fractions of 255{' above zero' if name == 'std' else ''}. For ImageNet, set "
                     f"data.{name}={list(IMAGENET_MEAN if name == 'mean' else IMAGENET_STD)}."
                 )
         self.mean = tuple(mean)

@@ -28,7 +28,7 @@ INDEX_NAME = "index.npz"
 
 
 def shard_name(shard: int) -> str:
-    """Return the file name of the shard with this number.
+    """Return the file name of the shard with the given number.
 
     >>> shard_name(7)
     'shard-00007.bin'
@@ -99,7 +99,7 @@ class ShardIndex:
         except Exception as error:
             # A damaged file raises many kinds of exceptions, even MemoryError.
             raise ValueError(
-                f"{path} (index of shards) is damaged: {error}. Pack the images again."
+                f"The shard index {path} is damaged: {error}. Pack the images again."
             ) from error
         version = columns.pop("format_version", np.asarray(-1))
         if version.shape == () and version.dtype.kind in "iu":
@@ -108,9 +108,8 @@ class ShardIndex:
             version = -1
         if version != FORMAT_VERSION or columns.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
-                f"{path} (index of shards, version {version}) must have version {FORMAT_VERSION}, "
-                "because only that format can be read. Pack the images again with "
-                "`lightning-hybrid pack` of this version."
+                f"The shard index {path} has version {version}, but this release reads only version "
+                f"{FORMAT_VERSION}. Pack the images again with `lightning-hybrid pack` of this release."
             )
         _check_arrays(path, columns)
         columns["classes"] = tuple(str(name) for name in columns["classes"])
@@ -120,7 +119,7 @@ class ShardIndex:
             index.labels.min() >= 0 and index.labels.max() < len(index.classes)
         ):
             raise ValueError(
-                f"{path} (index of shards) has labels from {index.labels.min()} to "
+                f"The shard index {path} has labels from {index.labels.min()} to "
                 f"{index.labels.max()}, but {len(index.classes)} classes need labels from 0 to "
                 f"{len(index.classes) - 1}. Pack the images again."
             )
@@ -140,7 +139,7 @@ _INTEGERS = (
 
 def _refuse(path: Path, name: str, rule: str) -> None:
     raise ValueError(
-        f"{path} (index of shards): `{name}` {rule}. Pack the images again, or copy the index "
+        f"The shard index {path} is invalid: `{name}` {rule}. Pack the images again, or copy the index "
         "again."
     )
 
@@ -216,8 +215,8 @@ class ShardedImages(ImageSource):
         self.folder = folder
         if not (folder / INDEX_NAME).is_file():
             raise ValueError(
-                f"`root` (={folder.parent}) must be packed completely, but {folder.name}/ has shards "
-                f"and no {INDEX_NAME}. Run the same `lightning-hybrid pack` command again to finish "
+                f"`root` (={folder.parent}) is not packed completely: {folder.name}/ has shards "
+                f"but no {INDEX_NAME}. Run the same `lightning-hybrid pack` command again to finish "
                 "the packing."
             )
         self.index = ShardIndex.load(folder / INDEX_NAME)
@@ -236,8 +235,8 @@ class ShardedImages(ImageSource):
                 else:
                     fault = f"has {actual_bytes} bytes"
                 raise ValueError(
-                    f"`root` (={folder.parent}) must contain complete shards, but "
-                    f"{folder.name}/{path.name} {fault}. Its size must be {num_bytes} bytes. Copy the file "
+                    f"`root` (={folder.parent}) contains an incomplete packing: "
+                    f"{folder.name}/{path.name} {fault}, but must have {num_bytes} bytes. Copy the file "
                     f"again, or remove {INDEX_NAME} and run `lightning-hybrid pack` again."
                 )
         self._files: dict[tuple[int, int], int] = {}  # (process id, shard) -> file descriptor
@@ -249,9 +248,9 @@ class ShardedImages(ImageSource):
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
         if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
             if len(data) != num_bytes:
-                fault = f"only {len(data)} of {num_bytes} bytes exist"
+                fault = f"The shard contains only {len(data)} of {num_bytes} bytes of the image"
             else:
-                fault = "its checksum differs"
+                fault = "The image has a wrong checksum"
             raise CorruptImageError(fault)
         return data
 

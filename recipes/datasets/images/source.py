@@ -1,4 +1,4 @@
-"""Interfaces of image sources, and a source that decodes and crops images into rows of a batch."""
+"""Interfaces for image sources, and a source that decodes and crops images into rows of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageSource(ABC):
-    """Abstract base class for stored images and their labels, which several threads can read."""
+    """Abstract base class of collections of stored images with labels, which several threads can read."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]  # indices into `classes`
@@ -111,8 +111,8 @@ class DecodedImages(RowSource):
                 continue
             return pixels, int(self.source.labels[candidate])
         raise CorruptImageError(
-            f"none of the {self.num_images} images can be read. One of them is "
-            f"{self.source.name(index)}"
+            f"None of the {self.num_images} images can be read. Check the dataset, starting with "
+            f"{self.source.name(index)}."
         )
 
     def _count(self, index: int, error: Exception) -> None:
@@ -124,13 +124,13 @@ class DecodedImages(RowSource):
         num_corrupt = len(self.corrupt)
         if num_corrupt > self.max_corrupt_images:
             raise CorruptImageError(
-                f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of "
-                f"unreadable images, but this rank found {num_corrupt}, the last of which is {name} "
+                f"`max_corrupt_images` (={self.max_corrupt_images}) is exceeded. This rank found "
+                f"{num_corrupt} unreadable images, the last of which is {name} "
                 f"({error}). Repair the dataset, or increase data.max_corrupt_images to replace more "
                 "images by others."
             ) from error
         log.warning(
             "%s cannot be read (%s) and is replaced by the next readable image (%d of at most %d "
-            "on this rank)",
+            "on this rank).",
             *(name, error, num_corrupt, self.max_corrupt_images),
         )

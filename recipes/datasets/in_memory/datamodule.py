@@ -40,9 +40,11 @@ class InMemoryDataModule(pl.LightningDataModule):
         require_whole(
             "global_batch_size",
             global_batch_size,
-            "it is the number of images per step. Set global_batch_size=1 or more",
+            "each step needs at least one image. Set global_batch_size=128",
         )
-        require_whole("seed", seed, "random generators need it. Set data.seed=0", least=0)
+        require_whole(
+            "seed", seed, "random number generators accept no other seeds. Set data.seed=0", least=0
+        )
         if global_batch_size > self.num_train:
             raise ValueError(
                 f"`global_batch_size` (={global_batch_size}) must be at most the number of training "
@@ -54,7 +56,7 @@ class InMemoryDataModule(pl.LightningDataModule):
                 f"`shift_pixels` (={shift_pixels}) must be at least 0 and below the "
                 f"{self.image_shape[1]} pixels of an image. Set data.shift_pixels=1."
             )
-        why = "it is a number of images. Set data.eval_batch_size_per_rank=128"
+        why = "each batch needs at least one image. Set data.eval_batch_size_per_rank=128"
         require_whole("eval_batch_size_per_rank", eval_batch_size_per_rank, why)
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -72,7 +74,7 @@ class InMemoryDataModule(pl.LightningDataModule):
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def train_dataloader(self) -> TrainLoader:
-        """Create this rank's training loader, whose epoch Lightning sets."""
+        """Create this rank's training loader. Lightning sets the loader's epoch."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],

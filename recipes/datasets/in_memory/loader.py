@@ -32,7 +32,7 @@ class Normalize(NamedTuple):
 
     @classmethod
     def fitted_to(cls, images: Tensor) -> Normalize:
-        """Create the normalisation from the statistics of training images."""
+        """Create a normalization with the mean and standard deviation of the given training images."""
         levels = images.double()
         return cls(mean=levels.mean().item(), std=levels.std().item())
 
@@ -94,7 +94,7 @@ class TrainLoader(ResumableLoader):
 
 
 class EvalLoader:
-    """Evaluation loader of one rank, where each image is loaded by exactly one rank (see `eval_shares`)."""
+    """Evaluation loader of one rank. Each image is loaded by exactly one rank (see `eval_shares`)."""
 
     reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 
@@ -126,7 +126,7 @@ class EvalLoader:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Shift each image down and right by its own number of pixels, and fill the margins with black.
+    """Shift each image down and to the right by its own offset in pixels, and fill the margins with black.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> shifted(image, torch.tensor([[1, 0]]))

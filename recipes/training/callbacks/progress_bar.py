@@ -106,7 +106,7 @@ class _RichBar(_LoggedValues, RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
         """Return the columns of Lightning's Rich bar, with a shorter bar and without batches per second.
 
-        The metric images per second replaces the batches per second.
+        The metric `img/s` replaces the batches per second.
         """
         columns = [
             base_column

@@ -29,7 +29,9 @@ class SeedEachStep(Callback):
     """
 
     def __init__(self, seed: int) -> None:
-        require_whole("seed", seed, "random generators need it. Set seed=0", least=0)
+        require_whole(
+            "seed", seed, "random number generators accept no other seeds. Set seed=0", least=0
+        )
         self.seed = seed
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

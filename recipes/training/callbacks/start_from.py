@@ -35,7 +35,7 @@ class StartFrom(Callback):
     def __init__(self, path: str) -> None:
         if not Path(path).is_file():
             raise ValueError(
-                f"`path` (={path}) must be a checkpoint file, but there is no such file. Set "
+                f"`path` (={path}) is not an existing checkpoint file. Set "
                 "callbacks.start_from.path=<run directory>/checkpoints/last.ckpt."
             )
         check_whole(Path(path))
@@ -50,9 +50,9 @@ class StartFrom(Callback):
         sources = sources_of(own_state, saved)
         if not sources:
             raise ValueError(
-                f"`callbacks.start_from.path` (={self.path}) must contain tensors with the names "
-                "and shapes of this network, but it has none of them. Set model=... as in the run "
-                "that wrote the checkpoint. Only the depth can differ."
+                f"`callbacks.start_from.path` (={self.path}) contains no tensor with the name and "
+                "shape of a tensor of this network. Set model=<name> as in the run that wrote the "
+                "checkpoint. Only the depth may differ."
             )
         with torch.no_grad():
             for name, source in sources.items():
@@ -62,7 +62,7 @@ class StartFrom(Callback):
         )
         rank_zero_info(
             f"Initialised {len(sources)} of {len(own_state)} tensors ({share:.1%} of the "
-            f"elements) from {self.path}"
+            f"elements) from {self.path}."
         )
 
 

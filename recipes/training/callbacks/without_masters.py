@@ -1,4 +1,4 @@
-"""Ablation of fp32 master weights, which rounds weights and optimizer state to fp16 after each step."""
+"""Ablation without fp32 master weights, which rounds weights and optimizer state to fp16 after each step."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ def configured(*overrides):
 
 
 MISTAKES = {
-    "allreduce.dtypes=[int8]": r"`dtypes` \(=int8\) must be one or more of float32",
-    "steps.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
+    "allreduce.dtypes=[int8]": r"`dtypes` \(=int8\) must contain only the dtypes float32",
+    "steps.gradients=[vgg]": r"`gradients` \(=vgg\) must contain only these names: linear_8mib",
     "steps.overlap=ddp": r"`overlap` \(=ddp\) must be auto or the name of an all-reduce algorithm",
-    "steps.num_warmup_steps=1": r"`num_warmup_steps` \(=1\) must be 2 or more",
+    "steps.num_warmup_steps=1": r"`num_warmup_steps` \(=1\) must be at least 2",
 }
 
 

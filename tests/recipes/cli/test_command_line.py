@@ -78,7 +78,7 @@ MISSPELT = {
     "~optim.lrr": "Did you mean ~optim.lr?",
     "strategy=hybrid_alreduce": "must be one of ddp, elastic, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
     "cluster=netlab": "use a plus: +cluster=netlab.",
-    "data.root=/a(b)/c": """Put quotes around a value with special characters: 'data.root="/a(b)/c"'.""",
+    "data.root=/a(b)/c": """Put quotes around values with special characters, as in 'data.root="/a(b)/c"'.""",
     "--multirun optim.learning_rate=1,2": "unknown key `optim.learning_rate` (=1,2). Did you mean",
     "--config-dir=/nowhere": "'/nowhere' not found",
 }
@@ -149,14 +149,14 @@ def test_packages_of_a_part_are_asked_for_before_torch_is_imported(read, monkeyp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "error: `root` (=???) must have a value. Missing: root, out."),
+        ("", "error: `root` (=???) is required, but has no value. Missing keys: root, out."),
         (
             "root=/nope out=x",
-            "error: `root`: no such folder: /nope. Set root to the folder to pack.",
+            "error: `root` (=/nope) does not exist. Set root to the folder to pack.",
         ),
         (
             "root=/ out=x packing.quality=high",
-            "error: `packing.quality`: expected a number, got 'high'.",
+            "error: `packing.quality` (='high') must be a number.",
         ),
     ],
 )

@@ -100,7 +100,7 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
         (
             "optim.lr=abc",
             2,
-            "error: `optim.lr`: expected a number, got 'abc'. Example: optim.lr=10.0.",
+            "error: `optim.lr` (='abc') must be a number. Set optim.lr=10.0, for example.",
         ),
         ("global_batch_size=0", 2, "error: `global_batch_size` (=0) must be above 0"),
         (
@@ -116,10 +116,14 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
         (
             "resume=no.ckpt",
             2,
-            "error: `resume` (=no.ckpt) must be a checkpoint file, but there is no such file",
+            "error: `resume` (=no.ckpt) is not an existing file. The current directory is",
         ),
         ("optim.rl=3", 2, "error: unknown key `optim.rl` (=3). Did you mean optim.lr=3? Run "),
-        ("data=images", 2, "error: `data.root` (=???) must have a value. Missing: data.root."),
+        (
+            "data=images",
+            2,
+            "error: `data.root` (=???) is required, but has no value. Missing keys: data.root.",
+        ),
     ],
 )
 def test_a_question_or_a_wrong_value_is_answered_before_torch_is_imported(

@@ -41,7 +41,7 @@ def test_a_directory_that_takes_nothing_ends_the_program_in_words_on_rank_zero(m
     cfg = composed("train", f"hydra.{mode}.dir=/proc/none/x", return_hydra_config=True)
     with pytest.raises(
         SystemExit,
-        match=r"^error: `hydra.run.dir` \(=/proc/none/x\) must be a writable directory",
+        match=r"^error: `hydra.run.dir` \(=/proc/none/x\) cannot be written to",
     ):
         start(cfg)
     monkeypatch.setattr(launch, "is_rank_zero", lambda: False)
@@ -79,7 +79,7 @@ def test_a_reader_that_leaves_ends_no_program(monkeypatch):
         stdio.restore_streams()
         assert sys.stdout is out
     assert message == (
-        "standard output cannot be written (Broken pipe): further output is dropped, and the run continues\n"
+        "Standard output cannot be written (Broken pipe). Further output is dropped, and the run continues.\n"
     )
 
 

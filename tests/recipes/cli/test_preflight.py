@@ -33,21 +33,21 @@ SLURM = {
 
 WRONG = [
     (TORCHRUN, {"RANK": "4"}, r"`RANK` \(=4\) must be below `WORLD_SIZE` \(=4\)"),
-    (TORCHRUN, {"RANK": "-1"}, r"`RANK` \(='-1'\) must be a whole number, at least 0"),
-    (TORCHRUN, {"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number, at least 0"),
+    (TORCHRUN, {"RANK": "-1"}, r"`RANK` \(='-1'\) must be a whole number of at least 0"),
+    (TORCHRUN, {"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number of at least 0"),
     (TORCHRUN, {"LOCAL_RANK": "2"}, r"`LOCAL_RANK` \(=2\) must be below `LOCAL_WORLD_SIZE` \(=2\)"),
     (TORCHRUN, {"GROUP_RANK": "2"}, r"`GROUP_RANK` \(=2\) must be below"),
     (
         TORCHRUN,
         {"WORLD_SIZE": "5"},
-        r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE`",
+        r"`WORLD_SIZE` \(=5\) must equal `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE`",
     ),
     (TORCHRUN, {"LOCAL_RANK": None}, r"`LOCAL_RANK` must be set if `TORCHELASTIC_RUN_ID` is"),
     (TORCHRUN, {"MASTER_PORT": "70000"}, r"`MASTER_PORT` \(=70000\) must be a port"),
     (
         TORCHRUN,
         {"MASTER_ADDR": "no such host"},
-        r"`MASTER_ADDR` \(=no such host\) must be an address that this host",
+        r"`MASTER_ADDR` \(=no such host\) cannot be reached from this host",
     ),
     (
         TORCHRUN,
@@ -62,7 +62,7 @@ WRONG = [
     (
         TORCHRUN,
         {"GLOO_SOCKET_IFNAME": "lo,eth99"},
-        r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name .*eth99 is not one of",
+        r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) contains eth99, which is not a network interface",
     ),
     (
         SLURM,
@@ -143,7 +143,7 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         mine = {"MASTER_PORT": str(taken.getsockname()[1])}
         with pytest.raises(
             ValueError,
-            match=r"`MASTER_PORT` \(=\d+\) must be a port that this process can listen on",
+            match=r"`MASTER_PORT` \(=\d+\) cannot be used, because this process cannot listen on it",
         ):
             preflight.check_environment(None, mine)
         # the first node opens the port
@@ -158,7 +158,7 @@ def test_nccls_own_way_of_naming_interfaces_is_let_through():
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
     with pytest.raises(
         ValueError,
-        match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name network interfaces.*eth99 is not one of",
+        match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) contains eth99, which is not a network interface",
     ):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
 
@@ -184,6 +184,6 @@ def test_a_run_directory_that_takes_no_files_is_found_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         ValueError,
-        match=r"`hydra.run.dir` \(=.*\) must be a writable directory: Not a",
+        match=r"`hydra.run.dir` \(=.*\) cannot be written to: Not a",
     ):
         preflight.check_environment(tmp_path / "file" / "run", {})

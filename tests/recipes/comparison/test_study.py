@@ -163,9 +163,9 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
 
 
 OTHER_TUNING = {
-    "more trials": ({"num_trials": 5}, r"`study.tuning.num_trials` \(=5\) must equal .* \(=4\)"),
-    "fewer trials": ({"num_trials": 3}, r"`study.tuning.num_trials` \(=3\) must equal .* \(=4\)"),
-    "another seed": ({"seed": 9}, r"`study.tuning.seed` \(=9\) must equal .* \(=0\)"),
+    "more trials": ({"num_trials": 5}, r"`study.tuning.num_trials` \(=5\) differs from .* \(=4\)"),
+    "fewer trials": ({"num_trials": 3}, r"`study.tuning.num_trials` \(=3\) differs from .* \(=4\)"),
+    "another seed": ({"seed": 9}, r"`study.tuning.seed` \(=9\) differs from .* \(=0\)"),
 }
 
 
@@ -217,7 +217,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     ("fault", "message"),
     [
         ("error", r"`optim.lr` \(=-1\) must be positive"),
-        ("exit", "the process of a fit ended with exit code 3"),
+        ("exit", "The process of a training run ended with exit code 3"),
     ],
 )
 def test_an_error_of_a_fit_ends_the_study_with_its_words(tmp_path, fault, message):
@@ -330,7 +330,7 @@ def flat(mapping, prefix=""):
             r"`study.base` \(=bass\) must be one of the variants in `study.arms`: base, method",
         ),
         ("study.only=[methods]", r"`study.only` \(=methods\) must be one of the variants"),
-        ("study.testing.seeds=[0,1]", r"`study.tuning.seed` \(=0\) must not be among"),
+        ("study.testing.seeds=[0,1]", r"`study.tuning.seed` \(=0\) must not be one of"),
         (
             "study.testing.seeds=[]",
             r"`study.testing.seeds` \(=\[\]\) must contain at least one seed",

@@ -125,8 +125,8 @@ def test_a_file_that_was_cut_is_refused(root):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"\0\0\x09\x01\0\0\0\x01a", "must be an IDX file"),
-        (b"\0\0\x08\x01\0\0\0\x02a", r"\(=1 values\) must"),
+        (b"\0\0\x09\x01\0\0\0\x01a", "does not begin like an IDX file"),
+        (b"\0\0\x08\x01\0\0\0\x02a", r"\(=1 values\) does not have the size"),
     ],
 )
 def test_a_content_that_is_no_idx_file_is_refused(content, problem):
@@ -138,7 +138,7 @@ def test_from_python_the_error_names_the_argument_the_missing_file_and_the_packa
     (root / "t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(
         ValueError,
-        match=r"`root` \(=.*t10k-labels-idx1-ubyte.gz are missing\. Install .*apt-get install ",
+        match=r"`root` \(=.*Missing files: t10k-labels-idx1-ubyte.gz\. Install .*apt-get install ",
     ):
         FashionMNISTDataModule(global_batch_size=8, seed=0, root=str(root))
 
@@ -154,7 +154,7 @@ def test_the_command_line_refuses_a_folder_without_the_files_in_one_line(tmp_pat
         )
         assert len(lines) == 1
         assert lines[0].startswith(
-            f"error: `data.root` (={tmp_path}) must be a folder with the files of Fashion-MNIST"
+            f"error: `data.root` (={tmp_path}) does not contain all files of Fashion-MNIST"
         )
         assert "apt-get install dataset-fashion-mnist" in lines[0]
 

@@ -57,7 +57,7 @@ def test_the_module_serves_three_sets(monkeypatch):
 
 def test_a_character_without_glyph_and_a_batch_larger_than_the_set_are_refused():
     with pytest.raises(
-        ValueError, match=r"`font` \(=DejaVuSansDisplay\) must contain the character 'A'"
+        ValueError, match=r"`font` \(=DejaVuSansDisplay\) has no glyph for the character 'A'"
     ):
         glyphs._mask("DejaVuSansDisplay", "A")
     with pytest.raises(ValueError, match=r"`global_batch_size` \(=16385\) must be at most"):

@@ -164,7 +164,7 @@ def test_a_vocabulary_that_the_network_does_not_know_is_refused(packed):
         TextDataModule(
             root=str(packed), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0
         )
-    with pytest.raises(ValueError, match=r"must be a folder of completely packed text"):
+    with pytest.raises(ValueError, match=r"does not contain completely packed text"):
         TextDataModule(
             root=os.path.dirname(sys.executable),
             sequence_length=20,

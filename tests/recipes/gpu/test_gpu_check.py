@@ -87,10 +87,19 @@ def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
     outcomes = run_all(checks, tmp_path)
     expected = {
         "wrong": ("FAIL", "AssertionError: two is not three"),
-        "dies": ("FAIL", f"its process ended by signal 11; see {tmp_path}/dies/log"),
-        "hangs": ("FAIL", f"not done after {HANGS_AFTER_S} s; see {tmp_path}/hangs/log"),
-        "of_a_rank": ("FAIL", "AssertionError: rank 1 of 2: IndexError: list index out of range"),
-        "leaves": ("FAIL", f"its process ended with exit code 3; see {tmp_path}/leaves/log"),
+        "dies": ("FAIL", f"The process of the check ended by signal 11. See {tmp_path}/dies/log."),
+        "hangs": (
+            "FAIL",
+            f"The check did not finish within {HANGS_AFTER_S} s. See {tmp_path}/hangs/log.",
+        ),
+        "of_a_rank": (
+            "FAIL",
+            "AssertionError: Rank 1 of 2 failed: IndexError: list index out of range",
+        ),
+        "leaves": (
+            "FAIL",
+            f"The process of the check ended with exit code 3. See {tmp_path}/leaves/log.",
+        ),
         "elsewhere": ("SKIP", "there is no such thing here"),
         "well": ("PASS", "all is well"),
     }
@@ -113,7 +122,7 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
         outcomes = run_all([check("hangs", limit_s=limit_s)], tmp_path, limit_s=total_s)
         outcome = outcomes["hangs"]
         assert outcome.status == status
-        assert (outcome.message == "no time left: increase `minutes`") is (status == "SKIP")
+        assert (outcome.message == "No time was left. Increase `minutes`.") is (status == "SKIP")
         # The total time includes the start of the processes, and a check's own limit does not.
         assert time.monotonic() - began_s >= min(limit_s, total_s)
         assert status == "SKIP" or outcome.seconds >= limit_s
@@ -148,10 +157,10 @@ def test_ranks_that_are_late_are_a_skip_where_the_check_was_cut_and_else_a_failu
     late = Check(name="late", run=run, limit_s=600)
     cut = run_all([late], tmp_path, limit_s=20)["late"]
     assert cut.status == "SKIP", cut.message
-    assert cut.message.startswith("no time left: increase `minutes` (rank 0 of 2")
+    assert cut.message.startswith("No time was left. Increase `minutes`. (Rank 0 of 2")
     whole = run_all([replace(late, limit_s=15)], tmp_path)["late"]
     assert whole.status == "FAIL", whole.message
-    assert whole.message.startswith("rank 0 of 2")
+    assert whole.message.startswith("Rank 0 of 2")
 
 
 def test_a_wrong_result_of_a_check_that_was_cut_is_a_failure(tmp_path):
@@ -189,7 +198,7 @@ def test_a_report_is_written_after_each_check_and_a_second_run_continues_from_it
     assert written == [[], ["well"], ["well", "slow"]]
     printed = capsys.readouterr().out
     for words in (
-        "on one GPU some 4 minutes by estimate, here 50 at most",
+        "They take about 4 minutes on one GPU, and at most 50 here",
         "\nSLOW  slow ",
         "\nFAIL  wrong ",
         "1 passed, 1 failed, 0 skipped; of speed 0 fast, 1 slow.",
@@ -197,7 +206,10 @@ def test_a_report_is_written_after_each_check_and_a_second_run_continues_from_it
         assert words in printed
     assert num_run() == 1
     assert num_run("again=well") == 2
-    assert "Passed here before, and not run again: well, slow." in capsys.readouterr().out
+    assert (
+        "These checks passed here before, and are not run again: well, slow."
+        in capsys.readouterr().out
+    )
     for change in ({"commit": "def"}, {"has_changes": True}):
         environment |= change
         assert num_run() == 3
@@ -217,12 +229,12 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
     request = CheckRequest(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8)
     num_equal = 8
     assert features.fits_as_on_cpu("bf16", request)["message"].startswith(
-        "8 ranks over nccl: the same bits, 5.0e-02 of"
+        "The weights of 8 ranks over nccl are bit-identical, and differ from those of the CPU by 5.0e-02"
     )
-    with pytest.raises(AssertionError, match="agree with the CPU to"):
+    with pytest.raises(AssertionError, match="differ from those of the CPU"):
         features.fits_as_on_cpu("flat", request)
     num_equal = 7
-    with pytest.raises(AssertionError, match="over nccl ranks must end with the same bits"):
+    with pytest.raises(AssertionError, match="The ranks ended with different weights over nccl"):
         features.fits_as_on_cpu("int4", request)
     num_equal = 8
     request = replace(request, num_gpus=1)
@@ -232,7 +244,7 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
     weights = {"a": torch.ones(2), "b": torch.tensor([1.0, 1.0])}
     changed = {**weights, "b": torch.tensor([1.0, 1.0000001])}
     waits.same_bits(weights, dict(weights), "x")
-    with pytest.raises(AssertionError, match="x: 1 of 2 tensors have other bits, the first is b"):
+    with pytest.raises(AssertionError, match="x, 1 of 2 tensors differ, the first of which is b"):
         waits.same_bits(weights, changed, "x")
 
 
@@ -277,7 +289,7 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
     promised = [
         "Holds here: what is good.",
         "Does not hold here: what is bad.",
-        "Not tried (1 of 3): what is late.",
+        "Not tested (1 of 3): what is late.",
     ]
     assert page.promises(checks, results) == promised
     (tmp_path / "bad").mkdir()
@@ -314,7 +326,7 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
         "output=here": "`output` is not known. Use out=DIR",
         "minutes=abc": "`minutes` (=abc) must be a number above zero",
         "only=sum": "`only` (=sum) must be the name of a check. The names are exchange",
-        "readme=none": "must contain the report.json of a GPU check",
+        "readme=none": "contains no readable report.json of a GPU check",
     }
     for key, words in wrong.items():
         with pytest.raises(SystemExit) as end:
@@ -341,7 +353,7 @@ def test_what_gloo_alone_has_carried_was_not_tried_over_nccl():
     assert page.promises(checks[1:], outcomes)[0] == "Holds here: sums."
     holds, _, not_tried = page.promises(checks, outcomes)
     assert holds == "Holds here: sums over Gloo."
-    assert not_tried == "Not tried (1 of 2): sums over NCCL."
+    assert not_tried == "Not tested (1 of 2): sums over NCCL."
 
 
 def test_a_host_gets_one_of_the_gpus_that_a_scheduler_gave():
@@ -392,7 +404,7 @@ def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(
         assert scales.dynamic_scale(request)["num_skipped"] == {"lars": 1, "sgd": 1}
         return
     words = {"no skipped step": "one step must be skipped"}.get(
-        fault, "the rate after step 3, 1 of them skipped"
+        fault, "the learning rate after 3 steps, of which 1 were skipped"
     )
     with pytest.raises(AssertionError, match=words):
         scales.dynamic_scale(request)

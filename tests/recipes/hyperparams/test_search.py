@@ -238,13 +238,13 @@ MISTAKES = {
     ),
     "no values": (
         lambda: axes_from({"optim": {"lr": 0.1}}),
-        r"`axes.optim.lr` \(=0.1\) must be an axis",
+        r"`axes.optim.lr` \(=0.1\) is not an axis",
     ),
     "no high": (
         lambda: axes_from({"optim": {"lr": {"low": 0.1}}}),
-        r"`axes.optim.lr` .* Check the key high",
+        r"`axes.optim.lr` .* Add or correct the key high",
     ),
-    "no axis": (lambda: axes_from({}), r"`axes` \(=\{\}\) must have at least one axis"),
+    "no axis": (lambda: axes_from({}), r"`axes` \(=\{\}\) must contain at least one axis"),
     "no zoom": (lambda: CoarseToFine([LR], zoom=1), r"`sampler.zoom` \(=1\)"),
 }
 

@@ -90,7 +90,7 @@ def test_a_trial_that_ends_at_chance_has_diverged_although_its_loss_is_finite(mo
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("model.width=0.0001", "`width` (=0.0001) must leave every layer"),
+        ("model.width=0.0001", "`width` (=0.0001) is too small"),
         ("trainer.max_epochs=1", "`objective` (=val/los) must be a metric that validation logs"),
     ],
 )

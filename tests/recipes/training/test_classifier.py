@@ -193,7 +193,7 @@ def test_a_run_that_ends_within_its_warmup_is_told_so(one_rank, max_steps, is_to
     expected = f"`warmup_steps` (=4) is 4 steps, but the run has only {max_steps} steps, so"
     about_warmup = [message for message in messages if "is 4 steps" in message]
     assert [expected in message for message in about_warmup] == [True] * is_told
-    short_run = re.compile(rf"an epoch has only \d steps and the run only {max_steps}, ")
+    short_run = re.compile(rf"An epoch has only \d steps and the run only {max_steps}, ")
     assert any(short_run.match(message) for message in messages)
 
 
@@ -282,10 +282,10 @@ def test_a_compiled_network_keeps_its_names_in_checkpoints():
 
 
 WRONG_OPTIONS = {
-    "warmup_epochs=1 warmup_steps=5": r"`warmup_epochs` \(=1\) and `warmup_steps` \(=5\) must be one number and one",
-    "warmup_epochs=None": r"`warmup_epochs` \(=None\) and `warmup_steps` \(=None\).*neither sets the length",
-    "warmup_steps=0.5": r"`warmup_steps` \(=0.5\) must be a whole number, at least 0",
-    "label_smoothing=1": r"`label_smoothing` \(=1\) must be from 0 to less than 1",
+    "warmup_epochs=1 warmup_steps=5": r"`warmup_epochs` \(=1\) and `warmup_steps` \(=5\) cannot both be set",
+    "warmup_epochs=None": r"`warmup_epochs` \(=None\) and `warmup_steps` \(=None\).*cannot both be null",
+    "warmup_steps=0.5": r"`warmup_steps` \(=0.5\) must be a whole number of at least 0",
+    "label_smoothing=1": r"`label_smoothing` \(=1\) must be at least 0 and below 1",
     "compile='max'": r"`compile` \(=max\) must be true or false",
 }
 

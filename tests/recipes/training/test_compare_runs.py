@@ -100,12 +100,12 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
         whole = path.read_text()
         path.write_text(whole[:-10])
         with pytest.raises(
-            ValueError, match=rf"`runs` \(={path}\) must be an undamaged file: .*resume=auto"
+            ValueError, match=rf"`runs` \(={path}\) is damaged and cannot be read: .*resume=auto"
         ):
             compare_runs.read_runs(two_runs)
         path.write_text(whole)
     path.write_text("{}")
     with pytest.raises(
-        ValueError, match=r"must contain the summary of a run, but summary.json has no `metrics`"
+        ValueError, match=r"is not the directory of a run, because summary.json has no `metrics`"
     ):
         compare_runs.read_runs(two_runs)

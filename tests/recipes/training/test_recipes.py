@@ -353,7 +353,8 @@ def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
     """One message rejects the default's small network and 128 images per step. Its suggestions are sufficient."""
     images = ["data=images", f"data.root={root}"]
     with pytest.raises(
-        ValueError, match=r"`model` \(=AlexNetBN\) must accept .*, which are 3 x 224 x 224"
+        ValueError,
+        match=r"`model` \(=AlexNetBN\) cannot process the images of .*, which are 3 x 224 x 224",
     ) as refusal:
         build(configured(*images))
     assert words_of(refusal) == ["model=resnet50", "global_batch_size=41"]

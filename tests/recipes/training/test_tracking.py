@@ -211,7 +211,7 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
         ValueError,
-        match=r"`resume` \(=.*some.ckpt\) must be an undamaged Lightning checkpoint: ",
+        match=r"`resume` \(=.*some.ckpt\) cannot be read as a Lightning checkpoint: ",
     ):
         tracking.saved_run_id(str(path))
 

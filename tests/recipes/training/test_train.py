@@ -123,7 +123,7 @@ def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who
             command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, timeout=240
         )
     assert done.returncode == 0, done.stderr.decode()
-    assert b"standard output cannot be written (No space left on device)" in done.stderr
+    assert b"Standard output cannot be written (No space left on device)" in done.stderr
     assert (run_dir / "summary.json").exists()
 
 

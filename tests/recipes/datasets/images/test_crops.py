@@ -159,7 +159,7 @@ def test_normalisation_is_the_formula_and_keeps_channels_last():
         ),
         (
             lambda: NormalizeOnDevice(mean=(124, 117, 104)),
-            r"`mean` \(=\[124, 117, 104\]\) must be three fractions",
+            r"`mean` \(=\[124, 117, 104\]\) must be three numbers",
         ),
         (lambda: NormalizeOnDevice(std=(0.2, 0.2, 0.0)), r"`std` \(="),
     ],

@@ -218,7 +218,7 @@ def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
         check=False,
     )
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "at the end 0")
-    assert ("create a new iterator over the loader" in done.stdout) == (how == "fork")
+    assert ("Create a new iterator over the loader" in done.stdout) == (how == "fork")
 
 
 def test_host_memory_is_used_again_only_when_nobody_looks_at_it():

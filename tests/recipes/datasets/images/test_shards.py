@@ -54,7 +54,7 @@ def test_an_index_of_a_later_version_is_refused_even_if_it_looks_alike(folder, m
     monkeypatch.setattr(shards_module, "FORMAT_VERSION", 2)
     index.save(folder / INDEX_NAME)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"version 2\) must have version 1"):
+    with pytest.raises(ValueError, match=r"version 2, but this release reads only version 1"):
         ShardIndex.load(folder / INDEX_NAME)
 
 
