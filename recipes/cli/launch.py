@@ -60,7 +60,7 @@ RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Environment variables in which launchers store the rank, in Lightning's order."""
 
 OWN_MESSAGE = re.compile(
-    r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)"
+    r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|(must|cannot|is|are|was|has|contains|needs)\b)"
 )
 
 NOT_TOGETHER = (
