@@ -78,6 +78,19 @@ def test_a_checkpoint_from_before_an_option_existed_gets_its_default():
     assert optimizer.param_groups[0]["nesterov"] is True
 
 
+def test_a_checkpoint_of_sgd_leaves_the_options_that_it_does_not_have():
+    layer = nn.Linear(3, 2)
+    sgd = torch.optim.SGD([{"params": [layer.weight]}, {"params": [layer.bias]}], lr=0.1)
+    excluded = {"trust_ratio": False, "excluded_lr_mult": 0.01}
+    groups = [{"params": [layer.weight], "eps": 1e-8}, {"params": [layer.bias], **excluded}]
+    optimizer = LARS(groups, lr=10.0, direction="orthogonal")
+    optimizer.load_state_dict(sgd.state_dict())
+
+    adapted, biases = optimizer.param_groups
+    assert (adapted["lr"], adapted["eps"], adapted["direction"]) == (0.1, 1e-8, "orthogonal")
+    assert biases.items() >= {**excluded, "lr": 0.1, "direction": "momentum"}.items()
+
+
 def test_named_parameters_and_the_keys_of_schedulers_are_welcome():
     model = nn.Linear(3, 2)
     optimizer = LARS(model.named_parameters(), lr=1.0)
