@@ -151,9 +151,11 @@ class LAMB(LayerwiseOptimizer):
         Raises:
             ValueError: The base class rejects the group, or its `max_grad_norm` differs from that of the optimizer.
         """
-        bound = plain_value(param_group.get("max_grad_norm"))
         common = self.defaults["max_grad_norm"]
-        if bound is not None and bound != common:
+        bound = common
+        if isinstance(param_group, dict):  # The base class refuses everything else.
+            bound = plain_value(param_group.get("max_grad_norm", common))
+        if bound != common:
             raise ValueError(
                 f"`max_grad_norm` (={bound!r:.80}) must equal the optimizer's value (={common}), because it bounds the "
                 "norm of the gradients of all groups together. Pass `max_grad_norm` to LAMB instead of a group."

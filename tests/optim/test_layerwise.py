@@ -302,9 +302,10 @@ def test_channels_last_weights_take_the_same_steps(grad_format):
 
 def test_a_group_of_lamb_with_a_bound_of_its_own_is_refused():
     """One bound applies to the gradients of all groups together."""
-    for bound in (None, 1.0):
-        with pytest.raises(
-            ValueError,
-            match=rf"^`max_grad_norm` \(=2.0\) must equal the optimizer's value \(={bound}\)",
-        ):
-            LAMB([{"params": parameters((2,)), "max_grad_norm": 2.0}], lr=0.1, max_grad_norm=bound)
+    for bound, bound_of_group in ((None, 2.0), (1.0, 2.0), (1.0, None)):
+        group = {"params": parameters((2,)), "max_grad_norm": bound_of_group}
+        words = (
+            rf"^`max_grad_norm` \(={bound_of_group}\) must equal the optimizer's value \(={bound}\)"
+        )
+        with pytest.raises(ValueError, match=words):
+            LAMB([group], lr=0.1, max_grad_norm=bound)
