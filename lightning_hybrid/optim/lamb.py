@@ -162,6 +162,14 @@ class LAMB(LayerwiseOptimizer):
             )
         super().add_param_group(param_group)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # As in torch.optim.AdamW. Files of torch before 1.12 and of other implementations of LAMB hold numbers.
+        for entry in self.state.values():
+            step = entry.get("step")
+            if step is not None and not isinstance(step, Tensor):
+                entry["step"] = torch.tensor(float(step), dtype=torch.float32)
+
     def _before_updates(self) -> None:
         norms_of_grads: dict[Tensor, list[Tensor]] = {}
         if self.parts:
