@@ -83,7 +83,9 @@ class Mean(BetweenNodes):
     Args:
         dtype: Data type of gradients sent between nodes: `"float16"`, `"bfloat16"`, `"int8"` or `"int4"`. The
             integer types are rounded to 8 or 4 bits without bias (see comm/README.md). Traffic inside a node is not
-            affected. None: the dtype used inside the node.
+            affected, except by the 16-bit types with `flat` and `parallel_flat`. These algorithms have no stage inside
+            the node, so ranks of a node also add their gradients in this type. `"auto"` means `flat` on GPUs. Set
+            comm=Comm(algorithm="two_level") to add them in their own dtype. None: the dtype used inside the node.
         error_feedback: With `"int8"` or `"int4"`, round to the nearest value and add the rounding error to the next
             step's gradients.
 
