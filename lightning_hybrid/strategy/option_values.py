@@ -265,6 +265,12 @@ class Comm(OptionValue):
                 f"`comm.plan` (={plan!r}) already sets the algorithm and the bucket size. Leave `comm.algorithm` and "
                 "`comm.bucket_bytes` out, or leave the plan out."
             )
+        # A class has the same attributes as its objects, so that the class of a planner would count as a planner.
+        if isinstance(plan, type):
+            raise ValueError(
+                f"`comm.plan` (={plan.__name__}) must be an object, but it is a class. Set "
+                f"comm=Comm(plan={plan.__name__}(...))."
+            )
         if isinstance(plan, Planner):
             return CommPlan()
         if isinstance(plan, CommPlan):
