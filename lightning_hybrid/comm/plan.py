@@ -255,7 +255,8 @@ class CommPlan:
         """Group tensors into buckets, and return the size of each bucket in bytes.
 
         Small tensors are fused up to `bucket_bytes`, or into smaller buckets (see `num_buckets`). A larger tensor has a
-        bucket to itself. The last bucket holds tensors of up to `last_bucket_bytes`, and at least one tensor.
+        bucket to itself. The last bucket holds tensors of up to `last_bucket_bytes`, and at least one tensor. Tensors
+        without elements have no bucket of their own.
 
         Args:
             tensor_bytes: Size of each tensor in bytes, in the order in which the gradients are ready.
@@ -279,7 +280,7 @@ class CommPlan:
         num_in_last = 0
         last_bytes = 0
         for size in reversed(tensor_bytes):
-            if num_in_last > 0 and last_bytes + size > last_limit:
+            if last_bytes > 0 and last_bytes + size > last_limit:
                 break
             num_in_last += 1
             last_bytes += size
@@ -293,7 +294,7 @@ class CommPlan:
             open_bytes += size
         if open_bytes > 0:
             sizes.append(open_bytes)
-        if num_in_last > 0:
+        if last_bytes > 0:
             sizes.append(last_bytes)
         return sizes
 

@@ -30,9 +30,9 @@ def trust_ratios(
     Each dictionary maps parameters to their ratios, which are 0-dim tensors. A ratio is the value q in the
     docstring of the optimizer, before any bound is applied, for the current weights, gradients and moments.
     If you call the function before a step of LARS, you get the ratios that the step will use. After the step
-    they differ by about the relative size of the step. There is no ratio for excluded groups, for tensors
-    without gradient or state (LAMB before its first step), or for other optimizers. The function changes
-    nothing, and the host does not wait for the device.
+    they differ by about the relative size of the step. There is no ratio for excluded groups, for groups with
+    `direction="orthogonal"`, whose step does not use q, for tensors without gradient or state (LAMB before its
+    first step), or for other optimizers. The function changes nothing, and the host does not wait for the device.
 
     If ranks share an update (`LayerwiseOptimizer.parts`, DTensors), ratios are computed from the full
     tensors. Collective in this case: every rank that holds shards must call it, in the same order.
@@ -74,6 +74,8 @@ def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor
         ratios: dict[Tensor, Tensor] = {}
         ratios_of_groups.append(ratios)
         if type(optimizer) not in (LARS, LAMB) or not group["trust_ratio"]:
+            continue
+        if group.get("direction") == "orthogonal":
             continue
         for _, (param, grad) in dense_gradients(group):
             norms = norms_of_parts.get(param)

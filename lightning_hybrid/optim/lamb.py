@@ -151,14 +151,24 @@ class LAMB(LayerwiseOptimizer):
         Raises:
             ValueError: The base class rejects the group, or its `max_grad_norm` differs from that of the optimizer.
         """
-        bound = plain_value(param_group.get("max_grad_norm"))
         common = self.defaults["max_grad_norm"]
-        if bound is not None and bound != common:
+        bound = common
+        if isinstance(param_group, dict):  # The base class refuses everything else.
+            bound = plain_value(param_group.get("max_grad_norm", common))
+        if bound != common:
             raise ValueError(
                 f"`max_grad_norm` (={bound!r:.80}) must equal the optimizer's value (={common}), because it bounds the "
                 "norm of the gradients of all groups together. Pass `max_grad_norm` to LAMB instead of a group."
             )
         super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # As in torch.optim.AdamW. Files of torch before 1.12 and of other implementations of LAMB hold numbers.
+        for entry in self.state.values():
+            step = entry.get("step")
+            if step is not None and not isinstance(step, Tensor):
+                entry["step"] = torch.tensor(float(step), dtype=torch.float32)
 
     def _before_updates(self) -> None:
         norms_of_grads: dict[Tensor, list[Tensor]] = {}

@@ -253,13 +253,18 @@ class LayerwiseOptimizer(Optimizer):
         """Load a state dict, and keep the state of half-precision parameters in float32.
 
         torch's own optimizers would round this state to the dtype of the parameters.
+
+        Options that the saved groups do not have keep their values in this optimizer's groups. Such a state dict may
+        be from another optimizer, for example from SGD, or from an earlier version of this package.
         """
         # torch casts each state tensor to the dtype of its parameter, which would round it. User hooks may replace the
         # dict, so these hooks run directly before and directly after torch's own code.
         loaded: list[dict[str, Any]] = []
 
-        def keep_state_dict(_: Optimizer, final_state_dict: dict[str, Any]) -> None:
-            loaded.append(final_state_dict)
+        def keep_state_dict(_: Optimizer, final_state_dict: dict[str, Any]) -> dict[str, Any]:
+            completed = self._with_missing_options(final_state_dict)
+            loaded.append(completed)
+            return completed
 
         def restore_float32(_: Optimizer) -> None:
             self._restore_float32(loaded[-1])
@@ -271,6 +276,20 @@ class LayerwiseOptimizer(Optimizer):
         finally:
             pre_hook.remove()
             post_hook.remove()
+
+    def _with_missing_options(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state dict whose groups have all options.
+
+        torch replaces each group by the saved one. Without this, a group that is excluded from layer scaling would be
+        adapted after a state dict of SGD is loaded.
+        """
+        saved_groups = state_dict["param_groups"]
+        completed_groups = list(saved_groups)
+        # torch raises an error if the numbers of groups differ.
+        for index, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=False)):
+            options = {key: group[key] for key in self.defaults}
+            completed_groups[index] = {**options, **saved}
+        return {**state_dict, "param_groups": completed_groups}
 
     def _restore_float32(self, state_dict: dict[str, Any]) -> None:
         """Restore the float32 state of half-precision parameters, which torch has rounded."""

@@ -63,8 +63,9 @@ def bucket_caps_for_ddp(
 ) -> dict[str, Any]:
     """Convert a plan's bucket sizes to DDP's keyword argument `bucket_cap_mb_list`.
 
-    The result is empty if torch has no such argument or the user set it. On CUDA, if a plan leaves buckets to DDP, the
-    list has DDP's own two sizes: that of the first bucket and that of all other buckets.
+    The result is empty if the user set it. If all gradients fit into one bucket, or torch has no such argument, the
+    result has the plan's size limit as `bucket_cap_mb`. On CUDA, if a plan leaves buckets to DDP, the list has DDP's
+    own two sizes: that of the first bucket and that of all other buckets.
 
     >>> bias_then_weight = nn.Linear(256, 256)
     >>> bucket_caps_for_ddp(bias_then_weight, CommPlan(last_bucket_bytes=1024), {}, num_nodes=2)
@@ -72,8 +73,10 @@ def bucket_caps_for_ddp(
     """
     if "bucket_cap_mb_list" in ddp_kwargs:
         return {}
+    # A planner may have chosen another limit than that of the options, which `ddp_kwargs` holds.
+    one_limit = {"bucket_cap_mb": plan.bucket_bytes / 2**20}
     if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
-        return {}
+        return one_limit
     trained: list[nn.Parameter] = []
     for parameter in module.parameters():
         if parameter.requires_grad and not getattr(parameter, "_ddp_ignored", False):
@@ -91,7 +94,7 @@ def bucket_caps_for_ddp(
     largest_dtype = max(by_dtype.values(), key=sum, default=[])
     caps = [cap for cap in plan.bucket_caps(largest_dtype, num_nodes=num_nodes) if cap]
     if len(caps) < 2:
-        return {}
+        return one_limit
     if ddp_kwargs.get("find_unused_parameters"):
         # DDP first applies the list to parameters in the order of definition. After the first step it rebuilds its
         # buckets in the order in which gradients get ready, but not when it looks for unused parameters.

@@ -83,7 +83,9 @@ class Mean(BetweenNodes):
     Args:
         dtype: Data type of gradients sent between nodes: `"float16"`, `"bfloat16"`, `"int8"` or `"int4"`. The
             integer types are rounded to 8 or 4 bits without bias (see comm/README.md). Traffic inside a node is not
-            affected. None: the dtype used inside the node.
+            affected, except by the 16-bit types with `flat` and `parallel_flat`. These algorithms have no stage inside
+            the node, so ranks of a node also add their gradients in this type. `"auto"` means `flat` on GPUs. Set
+            comm=Comm(algorithm="two_level") to add them in their own dtype. None: the dtype used inside the node.
         error_feedback: With `"int8"` or `"int4"`, round to the nearest value and add the rounding error to the next
             step's gradients.
 
@@ -262,6 +264,12 @@ class Comm(OptionValue):
             raise ValueError(
                 f"`comm.plan` (={plan!r}) already sets the algorithm and the bucket size. Leave `comm.algorithm` and "
                 "`comm.bucket_bytes` out, or leave the plan out."
+            )
+        # A class has the same attributes as its objects, so that the class of a planner would count as a planner.
+        if isinstance(plan, type):
+            raise ValueError(
+                f"`comm.plan` (={plan.__name__}) must be an object, but it is a class. Set "
+                f"comm=Comm(plan={plan.__name__}(...))."
             )
         if isinstance(plan, Planner):
             return CommPlan()

@@ -175,6 +175,12 @@ def test_small_tensors_are_fused_and_large_ones_travel_alone(
         assert len(buckets[-1]) == 1 or sum(buckets[-1]) <= min(last_bucket_bytes, bucket_bytes)
 
 
+@pytest.mark.parametrize("sizes", [[0], [8 * MIB, 0], [0, 8 * MIB, 0, 0], [8 * MIB, 0, 8 * MIB]])
+def test_tensors_without_elements_have_no_bucket_of_their_own(sizes):
+    caps = CommPlan().bucket_caps(sizes, num_nodes=2)
+    assert caps == [size for size in sizes if size]
+
+
 def discover_with(hosts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology_module, "host_identity", lambda: (hosts[dist.get_rank()],))

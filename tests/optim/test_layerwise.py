@@ -78,6 +78,19 @@ def test_a_checkpoint_from_before_an_option_existed_gets_its_default():
     assert optimizer.param_groups[0]["nesterov"] is True
 
 
+def test_a_checkpoint_of_sgd_leaves_the_options_that_it_does_not_have():
+    layer = nn.Linear(3, 2)
+    sgd = torch.optim.SGD([{"params": [layer.weight]}, {"params": [layer.bias]}], lr=0.1)
+    excluded = {"trust_ratio": False, "excluded_lr_mult": 0.01}
+    groups = [{"params": [layer.weight], "eps": 1e-8}, {"params": [layer.bias], **excluded}]
+    optimizer = LARS(groups, lr=10.0, direction="orthogonal")
+    optimizer.load_state_dict(sgd.state_dict())
+
+    adapted, biases = optimizer.param_groups
+    assert (adapted["lr"], adapted["eps"], adapted["direction"]) == (0.1, 1e-8, "orthogonal")
+    assert biases.items() >= {**excluded, "lr": 0.1, "direction": "momentum"}.items()
+
+
 def test_named_parameters_and_the_keys_of_schedulers_are_welcome():
     model = nn.Linear(3, 2)
     optimizer = LARS(model.named_parameters(), lr=1.0)
@@ -289,9 +302,10 @@ def test_channels_last_weights_take_the_same_steps(grad_format):
 
 def test_a_group_of_lamb_with_a_bound_of_its_own_is_refused():
     """One bound applies to the gradients of all groups together."""
-    for bound in (None, 1.0):
-        with pytest.raises(
-            ValueError,
-            match=rf"^`max_grad_norm` \(=2.0\) must equal the optimizer's value \(={bound}\)",
-        ):
-            LAMB([{"params": parameters((2,)), "max_grad_norm": 2.0}], lr=0.1, max_grad_norm=bound)
+    for bound, bound_of_group in ((None, 2.0), (1.0, 2.0), (1.0, None)):
+        group = {"params": parameters((2,)), "max_grad_norm": bound_of_group}
+        words = (
+            rf"^`max_grad_norm` \(={bound_of_group}\) must equal the optimizer's value \(={bound}\)"
+        )
+        with pytest.raises(ValueError, match=words):
+            LAMB([group], lr=0.1, max_grad_norm=bound)

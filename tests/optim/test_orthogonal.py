@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.optim import LARS, param_groups
+from lightning_hybrid.optim.diagnostics import trust_ratios
 from lightning_hybrid.optim.orthogonal import orthogonalized, orthogonalized_all, owners_by_flops
 from tests import toy
 from tests.optim.makers import (
@@ -143,6 +144,15 @@ def test_excluded_groups_stay_momentum_sgd_to_the_bit():
     run(LARS([group], direction="orthogonal", momentum_form="lr_outside", **options), ours, 10)
     run(torch.optim.SGD(theirs, **options), theirs, 10)
     assert_same_bits(ours, theirs)
+
+
+def test_no_ratios_are_reported_for_steps_that_do_not_use_them():
+    orthogonal = parameters((6, 5), (7,))
+    plain = parameters((6, 5))
+    groups = [{"params": orthogonal}, {"params": plain, "direction": "momentum"}]
+    optimizer = LARS(groups, lr=1.0, direction="orthogonal")
+    set_grads([*orthogonal, *plain], 0)
+    assert [len(ratios) for ratios in trust_ratios(optimizer)] == [0, 1]
 
 
 def _share():

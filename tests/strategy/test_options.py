@@ -12,6 +12,7 @@ from lightning_hybrid import (
     Report,
 )
 from lightning_hybrid.flavours import fabric
+from lightning_hybrid.planning.model.cluster import Cluster
 
 REFUSED = [
     (
@@ -64,6 +65,11 @@ REFUSED = [
         Comm,
         {"plan": __file__},
         r"`comm.plan` \(=.*test_options.py'\) must be the path of a readable plan",
+    ),
+    (
+        Comm,
+        {"plan": Cluster},
+        r"`comm.plan` \(=Cluster\) must be an object, .* Set comm=Comm\(plan=Cluster\(\.\.\.\)\)",
     ),
     (
         Comm,

@@ -72,7 +72,8 @@ class CommEngine:
             threads.
         trace: Trace that counts the tensors. If None, a new trace is created.
         dtype_across_nodes: Dtype of reductions between nodes, if it is narrower than the tensor's dtype, or their
-            codec. Inside the node, a tensor keeps its dtype. If None, tensors keep their dtype everywhere.
+            codec. Inside the node, a tensor keeps its dtype, unless `flat` or `parallel_flat` reduces it in one stage
+            over all ranks. If None, tensors keep their dtype everywhere.
         shares_update: Ranks that share the optimizer update, whose collectives `submit` can run: `"node"` or
             `"world"`. None if the update is not shared.
         replicas: All sets of ranks, if each set has its own engine. `topology` is then that of this rank's set. None

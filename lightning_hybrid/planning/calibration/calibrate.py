@@ -288,6 +288,13 @@ def _notes(found: Calibration) -> list[str]:
                 "or a protocol that changes with the size. Measure again on idle nodes, and trust predictions near "
                 "this size less."
             )
+        if fit is not None and math.isinf(fit.bytes_per_s):
+            longest = max(size for size, _ in fit.errors)
+            notes.append(
+                f"the bandwidth {name} is not known and counts as unlimited, because messages of up to {longest} bytes "
+                "take no longer than the shortest ones. Measure longer messages with measure.max_bytes=<bytes> and "
+                "measure.limit_s=<seconds> before you use the description."
+            )
     if found.across is None:
         notes.append(
             "links between nodes were not measured, because the job had only one node. Measure on several nodes "

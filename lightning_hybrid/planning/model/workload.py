@@ -104,7 +104,8 @@ def buckets_of(
                 "a bucket ends at each position. Correct the positions."
             )
         sizes = [sum(numels[a:b]) * itemsize for a, b in itertools.pairwise(places) if b > a]
-    dtype = {2: "float16", 4: "float32"}[itemsize]
+    # Plans distinguish only 16 bits and more. float64 and complex elements have 8 bytes or more.
+    dtype = {2: "float16", 4: "float32"}.get(itemsize, "float64")
     return tuple(
         plan.bucket(
             index=index,

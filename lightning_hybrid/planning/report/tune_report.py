@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -312,13 +313,15 @@ def _interval(fit: LineFit | None) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Format a value for YAML 1.1, which needs a point before an exponent.
+    """Format a value for YAML 1.1, which needs a point before an exponent and before `inf`.
 
     Lists and None are formatted as in JSON.
 
-    >>> _yaml(1.25e-05), _yaml(2e10), _yaml(None), _yaml(0.0)
-    ('1.25e-05', '2.0e+10', 'null', '0.0')
+    >>> _yaml(1.25e-05), _yaml(2e10), _yaml(None), _yaml(0.0), _yaml(float("inf"))
+    ('1.25e-05', '2.0e+10', 'null', '0.0', '.inf')
     """
+    if value == math.inf:
+        return ".inf"
     if isinstance(value, float) and value != 0:
         text = f"{value:.6g}"
         mantissa, e, exponent = text.partition("e")

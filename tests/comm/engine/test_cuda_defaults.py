@@ -215,13 +215,24 @@ def test_on_cuda_ddp_gets_its_own_sizes_unless_others_are_asked_for(plan, limits
         assert sizes_for_ddp(plan, is_cuda=False) == limits
 
 
+def test_a_planner_may_put_all_gradients_into_one_bucket_that_is_larger_than_the_default():
+    limits = {"bucket_bytes": 64 * MIB, "last_bucket_bytes": 64 * MIB, "num_buckets": 1}
+    module = SimpleNamespace(parameters=lambda: [_half_parameter(is_cuda=False)] * 30)
+    caps = bucket_caps_for_ddp(module, CommPlan(**limits), {"bucket_cap_mb": 25.0}, num_nodes=2)
+    assert caps == {"bucket_cap_mb": 64.0}
+
+
 def sizes_for_ddp(plan, *, is_cuda):
-    parameter = SimpleNamespace(
+    module = SimpleNamespace(parameters=lambda: [_half_parameter(is_cuda=is_cuda)] * 17)
+    return bucket_caps_for_ddp(module, plan, {}, num_nodes=2)["bucket_cap_mb_list"]
+
+
+def _half_parameter(*, is_cuda):
+    """Return the properties of a parameter of 1 MiB."""
+    return SimpleNamespace(
         requires_grad=True,
         is_cuda=is_cuda,
         dtype=torch.float16,
         numel=lambda: MIB // 2,
         element_size=lambda: 2,
     )
-    module = SimpleNamespace(parameters=lambda: [parameter] * 17)
-    return bucket_caps_for_ddp(module, plan, {}, num_nodes=2)["bucket_cap_mb_list"]

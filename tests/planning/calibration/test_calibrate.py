@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from lightning_hybrid.comm.plan import KIB, MIB
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.calibrate import calibrate
+from lightning_hybrid.planning.calibration.calibrate import Calibration, TimedAllReduce, calibrate
+from lightning_hybrid.planning.calibration.calibrate import _notes as calibration_notes
 from lightning_hybrid.planning.calibration.link_fit import fit_line
 from lightning_hybrid.planning.calibration.microbenchmarks import (
     Measurement,
@@ -23,6 +25,7 @@ from lightning_hybrid.planning.model.cluster import Cluster
 from lightning_hybrid.planning.model.cost import Link
 from lightning_hybrid.planning.model.cost_nccl import Nccl
 from lightning_hybrid.planning.model.node_wire import CodecRates
+from lightning_hybrid.planning.report.tune_report import _yaml as yaml_text
 from tests.planning.calibration.planted_links import (
     MESSAGES,
     SOFTWARE_S,
@@ -192,6 +195,28 @@ def test_on_gpus_the_launch_is_what_software_adds():
     assert result.cluster.across.bytes_per_s == pytest.approx(2.5e10, rel=0.05)
     assert result.cluster.transport.launch_s > 0
     assert result.typical_error < 0.2
+
+
+def test_a_bandwidth_that_short_messages_do_not_show_is_noted_and_the_description_can_be_read():
+    flat = fit_line({size: [1e-4] * 5 for size in (4, 256, 4096, 16384)})
+    assert flat.bytes_per_s == math.inf
+    timed = TimedAllReduce(algorithm="flat", num_bytes=4, measured_s=1e-4, predicted_s=1e-4)
+    cluster = gloo_cluster(2, 1)
+    far = replace(cluster.across, bytes_per_s=flat.bytes_per_s)
+    found = Calibration(
+        cluster=replace(cluster, across=far),
+        inside=None,
+        across=flat,
+        consent_s={},
+        flow_bytes_per_s={},
+        add_bytes_per_s={},
+        sums=(timed,),
+        notes=(),
+    )
+    (note,) = calibration_notes(found)
+    assert "the bandwidth between nodes is not known" in note
+    assert "messages of up to 16384 bytes" in note
+    assert yaml.safe_load(yaml_text(far.bytes_per_s)) == math.inf
 
 
 def test_nothing_measured_is_refused():

@@ -87,6 +87,12 @@ def test_where_the_model_sees_no_difference_the_librarys_plan_stays_and_what_is_
     assert not chosen.check_order
 
 
+@pytest.mark.parametrize("itemsize", [8, 16])
+def test_plans_are_chosen_for_float64_and_complex_gradients_and_for_empty_ones(itemsize):
+    numels = [MIB, 0]
+    assert choose_plan(numels, gloo_cluster(2, 2), itemsize=itemsize, on_cuda=False)
+
+
 def test_runners_up_come_in_the_order_of_their_steps_and_each_does_something_else():
     cluster = gloo_cluster(2, 4, mbit_per_s=100.0)
     results = candidates(work(SIXTEEN, 0.5), cluster, itemsize=2, on_cuda=False)
