@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -175,6 +176,8 @@ def refuse_in_pipeline(
 
     max_norms = set()
     for optimizer in trainer.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            features["line search"] = f"`optimizer` (={type(optimizer).__name__})"
         for group in optimizer.param_groups:
             if group.get("max_grad_norm") is not None:
                 max_norms.add(group["max_grad_norm"])
