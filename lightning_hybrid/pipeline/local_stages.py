@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.batch_rows import count_rows
-from lightning_hybrid.pipeline.microbatches import digest_of, microbatches, only_tensors
+from lightning_hybrid.pipeline.microbatches import (
+    digest_of,
+    microbatches,
+    only_tensors,
+    rows_if_known,
+)
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks, TiedWeights
 from lightning_hybrid.pipeline.shapes import (
@@ -112,7 +117,7 @@ class Stages:
         digest = digest_of(batch, with_values=with_values)
 
         def describe() -> str:
-            return f"{count_rows(batch)} samples, labels and shapes {digest:x}"
+            return f"{rows_if_known(batch)} samples, labels and shapes {digest:x}"
 
         self.compare_digests("The batch", digest, describe)
 
