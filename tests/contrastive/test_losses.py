@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import Comm, HybridPipelineStrategy
 from lightning_hybrid.contrastive import BarlowTwins, GlobalBatch, InfoNCE, SigLIP
 from lightning_hybrid.optim import LARS, param_groups
+from tests.rank_pool import GROUP_TIMEOUT
 from tests.scenes import fit, same, this_rank
 from tests.test_readme import ROOT, python_blocks
 from tests.toy import Toy, error_of
@@ -142,6 +143,16 @@ def test_the_loss_of_three_ranks_is_that_of_all_pairs(three_ranks):
 def first_24():
     a, b = (view[:24].chunk(3)[dist.get_rank()] for view in views())
     return InfoNCE(0.1, block=3)(a, b)
+
+
+def time_limit():
+    group = InfoNCE().peers()._group
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_ranks_wait_for_each_other_as_long_as_in_the_default_group(two_ranks):
+    """Once, ranks waited 30 minutes for a rank that hung, whatever the `timeout` of the strategy was."""
+    assert two_ranks.run(time_limit) == [GROUP_TIMEOUT] * 2
 
 
 def short_on_the_last(missing):
