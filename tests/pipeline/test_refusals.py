@@ -313,6 +313,20 @@ def test_a_loss_over_other_rows_than_those_of_the_micro_batches_is_refused(two_r
         )
 
 
+@pytest.mark.parametrize(("num_samples", "num_warnings"), [(22, 1), (20, 0)])
+def test_a_last_batch_that_cannot_be_split_is_a_warning_before_training(
+    two_ranks, num_samples, num_warnings
+):
+    """The error at the end of the first epoch once came without a warning, and its steps were lost."""
+    scene = in_stages(data=toy.Blobs(num_samples), max_epochs=1, raises=True, warns=True)
+    rank_0, _ = fit(two_ranks, **scene)
+    assert (
+        len([text for text in rank_0.warnings if "The last batch of an epoch" in text])
+        == num_warnings
+    )
+    assert ("`batch_size` (=6) must be a multiple" in rank_0.error) == bool(num_warnings)
+
+
 @pytest.mark.parametrize(("module", "num_warnings"), [(Mixes, 1), (toy.Toy, 0)])
 def test_a_logged_loss_that_draws_random_numbers_again_is_a_single_warning(
     two_ranks, module, num_warnings
