@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -87,7 +88,7 @@ class Peers:
         self._group: Any = None
         if world is not None:
             # Use a separate group, because another thread may all-reduce gradients in the default group at any time.
-            self._group = dist.new_group(group_desc="contrastive")
+            self._group = dist.new_group(timeout=_timeout_of(world), group_desc="contrastive")
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
 
@@ -180,3 +181,16 @@ class Peers:
             total = total + received
             k *= 2
         return total
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """Return the time limit of a process group's collectives, which `dist.new_group` would not inherit.
+
+    Returns None, with which torch uses its own limit, if the group does not tell.
+    """
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None

@@ -26,6 +26,7 @@ from lightning_hybrid.contrastive.exchange import Peers
 from lightning_hybrid.contrastive.pair_functions import (
     Correlation,
     InfoNCEOfBlocks,
+    LimitedExponential,
     SigLIPOfBlocks,
     Standardised,
     without_autocast,
@@ -116,7 +117,8 @@ class InfoNCE(PairLoss):
 
     Args:
         temperature: Number, or None for the parameter `logit_scale`, which is learnt as in CLIP. The parameter is
-            log(1 / temperature), starts at log(1 / 0.07), and its exponential is limited to 100.
+            log(1 / temperature), starts at log(1 / 0.07), and its exponential is limited to 100. Above the limit, it
+            receives only gradients that decrease it.
         both_views: Whether rows of the same view are also used as negatives.
         block: As in `PairLoss`.
 
@@ -151,7 +153,7 @@ class InfoNCE(PairLoss):
         a = F.normalize(a, dim=1)
         b = F.normalize(b, dim=1)
         if self.temperature is None:
-            scale = self.logit_scale.to(a.dtype).exp().clamp(max=_LARGEST_SCALE)
+            scale = LimitedExponential.apply(self.logit_scale.to(a.dtype), _LARGEST_SCALE)
         else:
             scale = a.new_tensor(1 / self.temperature)
         return InfoNCEOfBlocks.apply(a, b, scale, self.peers(), self.block, self.both_views)

@@ -176,6 +176,30 @@ class InfoNCEOfBlocks(torch.autograd.Function):
         return a_grad, b_grad, scale_grad, None, None, None
 
 
+class LimitedExponential(torch.autograd.Function):
+    """Autograd function of an exponential that is limited from above, but can return below the limit.
+
+    A plain `clamp` has no gradient above the limit, so an exponent that a large step has moved there would stay there
+    for the rest of the training. Here, only gradients that would increase the exponent further are zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, exponent: Tensor, largest: float) -> Tensor:
+        """Return the exponential, or `largest` if the exponential is above it."""
+        exponential = exponent.exp()
+        limited = exponential.clamp(max=largest)
+        ctx.save_for_backward(limited, exponential > largest)
+        return limited
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the exponent, without a gradient that would increase it above the limit."""
+        limited, is_above = ctx.saved_tensors
+        grad = grad * limited
+        # Optimizers move against the gradient.
+        return torch.where(is_above, grad.clamp(min=0), grad), None
+
+
 # ---- SigLIP ----------------------------------------------------------------------------------------------------------
 
 

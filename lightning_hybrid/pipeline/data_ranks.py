@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.local_stages import Stages
-from lightning_hybrid.pipeline.options import STAGES_PER_RANK, check_ranks
+from lightning_hybrid.pipeline.options import STAGES_PER_RANK, check_ranks, warn_of_last_batch
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.pipeline.whole_state import share_
 from lightning_hybrid.run_status import RunStatus
@@ -114,6 +114,11 @@ class DataRanksMixin(HybridAllReduce):
     def _allowed(self) -> AbstractContextManager[None]:
         """Return a context in which state dicts may contain only this rank's stages."""
         return nullcontext() if self._cut is None else self._cut.guard.allowed()
+
+    def on_train_start(self) -> None:
+        """Warn if the last batch of an epoch cannot be split into micro-batches."""
+        super().on_train_start()
+        warn_of_last_batch(self._active_stages.module.trainer, self._active_stages.num_microbatches)
 
     def on_validation_start(self) -> None:
         """Broadcast module buffers from the first data-parallel rank to the other ranks, as DDP does."""

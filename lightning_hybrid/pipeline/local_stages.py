@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.batch_rows import count_rows
-from lightning_hybrid.pipeline.microbatches import digest_of, microbatches, only_tensors
+from lightning_hybrid.pipeline.microbatches import (
+    digest_of,
+    microbatches,
+    only_tensors,
+    rows_if_known,
+)
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks, TiedWeights
 from lightning_hybrid.pipeline.shapes import (
@@ -62,6 +66,7 @@ class Stages:
 
     def __post_init__(self) -> None:
         self._boundaries: dict[Any, list[Boundaries]] = {}
+        self._are_joined: dict[Any, bool] = {}
 
     def set_last_backward(self, is_last: bool) -> None:
         """Record whether the next backward pass is the last one of its stage in the current step."""
@@ -112,7 +117,7 @@ class Stages:
         digest = digest_of(batch, with_values=with_values)
 
         def describe() -> str:
-            return f"{count_rows(batch)} samples, labels and shapes {digest:x}"
+            return f"{rows_if_known(batch)} samples, labels and shapes {digest:x}"
 
         self.compare_digests("The batch", digest, describe)
 
@@ -185,14 +190,66 @@ class Stages:
         is_last = stage + 1 == self.ranks.num_stages
         if is_last and len(outputs) != 1:
             return f"the last block must return one tensor, but returned {len(outputs)}"
+        if is_last and not outputs[0].shape:
+            return (
+                "the last block must return a tensor with one row per sample, because the outputs of micro-batches "
+                "are joined by rows, but returned a single number. To compute the loss in the last block, return the "
+                'loss of each sample (reduction="none"), and its mean from `training_step`'
+            )
         return outputs
+
+    def are_outputs_joined(
+        self, key: Any, boundaries: Sequence[Boundaries], num_parts: int
+    ) -> bool:
+        """Return whether the outputs of micro-batches, joined by rows, have the shape of the whole batch's output.
+
+        They do not if the samples are in another dimension than the first, as in `[tokens, samples, features]`.
+        Values would then be joined in the wrong order.
+
+        Collective if the key is new: every rank of the pipeline must call it, in the same order.
+
+        Args:
+            key: Key under which the result is cached.
+            boundaries: Specifications of the tensors of one micro-batch, as `boundaries` returns them.
+            num_parts: Number of micro-batches.
+        """
+        if num_parts == 1:
+            return True
+        if key not in self._are_joined:
+            with self.whole_layers():
+                self._are_joined[key] = self._find_whether_joined(boundaries, num_parts)
+        return self._are_joined[key]
+
+    def _find_whether_joined(self, boundaries: Sequence[Boundaries], num_parts: int) -> bool:
+        num_rows = boundaries[0][0].shape[:1]
+
+        def whole_inputs() -> tuple[Tensor, ...]:
+            inputs = []
+            for boundary in boundaries[0]:
+                shape = boundary.shape
+                if shape[:1] == num_rows:  # otherwise it is a constant
+                    shape = (num_parts * shape[0], *shape[1:])
+                inputs.append(torch.empty(shape, dtype=boundary.dtype, device="meta"))
+            return tuple(inputs)
+
+        try:
+            whole_boundaries = self._find_boundaries(whole_inputs)
+        except ValueError:  # a block may accept only the number of rows of a micro-batch
+            return True
+        # An output of another number of rows, such as one loss per micro-batch, can be joined too.
+        return whole_boundaries[-1][0].shape[1:] == boundaries[-1][0].shape[1:]
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+    def evaluate(self, num_samples: int | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the network's output on every rank of the pipeline, in place of `net.forward`.
 
         Collective: every rank of the pipeline must call it, in the same order.
+
+        Args:
+            num_samples: Number of samples of the batch. None: unknown.
+            *args: Inputs of the network.
+            **kwargs: Further inputs, which raise an error.
         """
         inputs = only_tensors(args, kwargs)
         # Memory layouts may differ between ranks. The layout of the first stage counts.
@@ -201,20 +258,36 @@ class Stages:
         def describe() -> str:
             return ", ".join(f"{shape} of {dtype}" for shape, dtype in shapes)
 
-        digest = digest_of(inputs, with_values=False)
+        num_parts = self._num_parts_of(inputs, num_samples)
+        # Ranks must also agree on the number of micro-batches.
+        digest = digest_of(inputs, with_values=False) ^ num_parts
         self.compare_digests("The input of the network", digest, describe)
 
-        # Several micro-batches keep all stages busy. With two stages per rank, NCCL would need
-        # another order of messages.
-        num_parts = 1
-        is_divisible = count_rows(inputs) % self.num_microbatches == 0
-        if self.ranks.stages_per_rank == 1 and is_divisible:
-            num_parts = self.num_microbatches
-        parts = microbatches(inputs, num_parts)
+        parts = [inputs]
+        if num_parts > 1:
+            parts = microbatches(inputs, num_parts)
         boundaries = self.boundaries((shapes, num_parts), lambda: parts[0])
+        if not self.are_outputs_joined((shapes, num_parts), boundaries, num_parts):
+            parts = [inputs]
+            boundaries = self.boundaries((shapes, 1), lambda: inputs)
         with self.watchdog.in_schedule():
             output = self._forward(parts, boundaries)
             return self.shared_output(output, len(parts), boundaries[-1][0])
+
+    def _num_parts_of(self, inputs: tuple[Tensor, ...], num_samples: int | None) -> int:
+        """Return into how many micro-batches the network's inputs are split in an evaluation.
+
+        Several micro-batches keep all stages busy.
+        """
+        # With two stages per rank, NCCL would need another order of messages.
+        if self.ranks.stages_per_rank > 1:
+            return 1
+        num_rows = rows_if_known(inputs)
+        # Inputs with another number of rows than the batch may have the samples in another dimension, such as
+        # `[tokens, samples]`. A block may combine their rows, so they must not be split.
+        if num_rows is None or num_rows != num_samples or num_rows % self.num_microbatches:
+            return 1
+        return self.num_microbatches
 
     def _forward(
         self, parts: Sequence[tuple[Tensor, ...]], boundaries: Sequence[Boundaries]

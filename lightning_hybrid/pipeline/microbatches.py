@@ -124,8 +124,16 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     return [part.batch for part in split_rows(batch, size // num)]
 
 
+def rows_if_known(batch: Any) -> int | None:
+    """Return the number of rows of a batch, or None if it cannot be counted, as in a batch that is not split."""
+    try:
+        return count_rows(batch)
+    except ValueError:
+        return None
+
+
 def digest_of(batch: Any, *, with_values: bool) -> int:
-    """Return a 63-bit digest of a batch's shapes and dtypes, and optionally of its labels.
+    """Return a 63-bit digest of a batch's number of rows, shapes and dtypes, and optionally of its labels.
 
     With `with_values`, only integer values count, which are labels. Images may differ because each
     rank augments its own. If a batch has no integers, all its tensors count. If it has no tensors,
@@ -137,8 +145,11 @@ def digest_of(batch: Any, *, with_values: bool) -> int:
     False
     """
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-    shapes = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
-    digest = hashlib.blake2b(shapes.encode(), digest_size=8)
+    shapes: list[Any] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    # A batch of texts or arrays may have no tensors, but its last batch may also have fewer rows.
+    shapes += [leaf.shape for leaf in leaves(batch) if isinstance(leaf, np.ndarray)]
+    text = repr((rows_if_known(batch), shapes))
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
     if with_values:
         labels = [tensor for tensor in tensors if _may_be_labels(tensor)]
         for tensor in labels or tensors:

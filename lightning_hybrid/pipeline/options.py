@@ -8,8 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.utils.data import BatchSampler
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing
@@ -175,6 +178,8 @@ def refuse_in_pipeline(
 
     max_norms = set()
     for optimizer in trainer.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            features["line search"] = f"`optimizer` (={type(optimizer).__name__})"
         for group in optimizer.param_groups:
             if group.get("max_grad_norm") is not None:
                 max_norms.add(group["max_grad_norm"])
@@ -188,6 +193,38 @@ def refuse_in_pipeline(
         if coupled:
             features["global batch"] = f"`{type(coupled[0]).__name__}`"
     refuse_excluded(features, error=misconfiguration)
+
+
+def warn_of_last_batch(trainer: Any, num_microbatches: int) -> None:
+    """Warn if the last batch of an epoch cannot be split into micro-batches.
+
+    The batch itself raises an error, but only at the end of the first epoch, whose steps are lost then. This is not an
+    error, because a `collate_fn` may change the number of rows.
+    """
+    for loader in trainer.fit_loop._combined_loader.flattened:
+        num_last = _num_last_samples(loader, trainer.num_training_batches)
+        if num_last % num_microbatches:
+            rank_zero_warn(
+                f"The last batch of an epoch has {num_last} samples, which are not a multiple of `num_microbatches` "
+                f"(={num_microbatches}), so training will stop there with an error. Set drop_last=True in the loader."
+            )
+
+
+def _num_last_samples(loader: Any, num_batches: float) -> int:
+    """Return the number of samples of a smaller last batch, or 0 if there is none or if it is unknown."""
+    # Exact resume replaces the batch sampler of its loader.
+    resume = getattr(loader, "exact_resume", None)
+    batch_sampler = getattr(getattr(resume, "user_loader", loader), "batch_sampler", None)
+    if type(batch_sampler) is not BatchSampler or batch_sampler.drop_last:
+        return 0
+    sampler: Any = batch_sampler.sampler
+    try:
+        num_samples = len(sampler)
+    except (TypeError, NotImplementedError):  # a sampler may have no length
+        return 0
+    if len(batch_sampler) > num_batches:  # `limit_train_batches` leaves the last batch out
+        return 0
+    return num_samples % batch_sampler.batch_size
 
 
 def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:

@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hid
 from lightning_hybrid.pipeline.cuts import Cuts
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.local_stages import Stages
-from lightning_hybrid.pipeline.microbatches import single_metrics
+from lightning_hybrid.pipeline.microbatches import rows_if_known, single_metrics
 from lightning_hybrid.pipeline.options import (
     Schedule,
     blocks_of,
@@ -393,7 +393,8 @@ class HybridPipeline(DataRanksMixin):
         stages = self._active_stages
         if batch_idx < NUM_COMPARED:
             stages.agree_on_batch(batch)
-        with temporary_attributes(stages.net, forward=stages.evaluate):
+        forward = partial(stages.evaluate, rows_if_known(batch))
+        with temporary_attributes(stages.net, forward=forward):
             yield
 
     # ---- checkpoints ---------------------------------------------------------------------------

@@ -139,6 +139,7 @@ class TrainingStep:
             boundaries = stages.boundaries((shapes_digest, "training"), self._first_input)
             self._num_rows = stages.num_microbatches * boundaries[0][0].shape[0]
             if shapes_digest not in self._schedules:
+                self._check_outputs(shapes_digest, boundaries)
                 # Keep only the schedule of the latest shapes, because each one holds memory for the
                 # messages of all micro-batches.
                 self._schedules = {shapes_digest: self._new_schedule(boundaries)}
@@ -156,6 +157,15 @@ class TrainingStep:
         if whole_loss is not None:
             self._compare_first_loss(whole_loss)
         return output
+
+    def _check_outputs(self, shapes_digest: int, boundaries: Sequence[Boundaries]) -> None:
+        num_parts = self._stages.num_microbatches
+        if not self._stages.are_outputs_joined((shapes_digest, "training"), boundaries, num_parts):
+            raise ValueError(
+                f"The network's output (of shape {boundaries[-1][0].shape} for a micro-batch) must have the samples "
+                "in its first dimension, because the outputs of micro-batches are joined by rows, so logged values "
+                "would cover other rows than training otherwise. Transpose the output in the last block."
+            )
 
     def _schedule_context(self) -> AbstractContextManager[Tensor | None]:
         """Return the precision context for the forward and backward passes of a schedule.

@@ -72,6 +72,7 @@ CURES = {
     "whole tensors": 'use LARS with direction="momentum", LAMB or an element-wise optimizer of torch '
     f"({_ELEMENTWISE_NAMES})",
     "norm of all": "set `gradient_clip_val`, which uses the norm over all stages",
+    "line search": "use an optimizer that updates each tensor by itself, such as Adam",
     "two owners": "assign each parameter to a single optimizer",
     "several loaders": "return one training loader that contains the batches of the others",
     "dataloader_iter": "define `training_step(self, batch, batch_idx)`",
@@ -227,6 +228,11 @@ EXCLUDED = (
     Exclusion("accumulation", "pipeline", "micro-batches already accumulate gradients"),
     Exclusion(
         "norm of all", "pipeline", "an optimizer has only the gradients of its rank's stages"
+    ),
+    Exclusion(
+        "line search",
+        "pipeline",
+        "it needs inner products of the gradients of the whole network, but a rank has only those of its stages",
     ),
     Exclusion(
         "SyncBatchNorm",

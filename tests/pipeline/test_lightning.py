@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -185,3 +186,53 @@ def parts_in_validation(schedule):
 def test_stages_that_share_a_rank_validate_whole_batches(two_ranks, schedule, num_parts):
     """With several parts, NCCL would have to order the messages of two stages of a rank."""
     assert two_ranks.run(parts_in_validation, schedule) == [[num_parts] * 2] * 2
+
+
+class Swaps(nn.Module):
+    def forward(self, x):
+        return x.transpose(0, 1)
+
+
+class MixesTokens(nn.Module):
+    """Attention over the first dimension, as in torch's transformers without `batch_first`."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 1)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class TokensFirst(toy.Toy):
+    """Network over `[tokens, samples, features]`, which only `loss` or only blocks transpose."""
+
+    def __init__(self, is_input_swapped):
+        super().__init__()
+        self.is_input_swapped = is_input_swapped
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(
+                nn.Unflatten(1, (toy.NUM_FEATURES, 1)), nn.Linear(1, 4), Swaps(), MixesTokens()
+            )
+            if is_input_swapped:
+                self.net = nn.Sequential(nn.Linear(1, 4), MixesTokens())
+
+    def validation_step(self, batch, batch_idx):
+        images, targets = batch
+        if self.is_input_swapped:
+            images = images.t()[:8, :, None]
+        logits = self.net(images).transpose(0, 1).flatten(1)
+        self.log("val_loss", F.cross_entropy(logits, targets), sync_dist=True)
+
+
+@pytest.mark.parametrize("is_input_swapped", [True, False])
+def test_samples_in_another_dimension_than_the_first_are_validated_as_one_batch(
+    one_rank, two_ranks, is_input_swapped
+):
+    """Stages once split and joined the tokens, and `val_loss` was that of another network without an error."""
+    module = partial(TokensFirst, is_input_swapped)
+    data = partial(loader_of, toy.Blobs(8), 4)
+    (expected,) = fit(one_rank, module, call="validate", train=data)
+    for seen in fit(two_ranks, module, call="validate", **in_stages(train=data)):
+        assert seen.metrics == pytest.approx(expected.metrics, rel=1e-5)

@@ -313,6 +313,56 @@ def test_a_loss_over_other_rows_than_those_of_the_micro_batches_is_refused(two_r
         )
 
 
+@pytest.mark.parametrize(("num_samples", "num_warnings"), [(22, 1), (20, 0)])
+def test_a_last_batch_that_cannot_be_split_is_a_warning_before_training(
+    two_ranks, num_samples, num_warnings
+):
+    """The error at the end of the first epoch once came without a warning, and its steps were lost."""
+    scene = in_stages(data=toy.Blobs(num_samples), max_epochs=1, raises=True, warns=True)
+    rank_0, _ = fit(two_ranks, **scene)
+    assert (
+        len([text for text in rank_0.warnings if "The last batch of an epoch" in text])
+        == num_warnings
+    )
+    assert ("`batch_size` (=6) must be a multiple" in rank_0.error) == bool(num_warnings)
+
+
+class Swaps(nn.Module):
+    """Block that makes the samples the second dimension."""
+
+    def forward(self, x):
+        return x.transpose(0, 1)
+
+
+class Loses(nn.Module):
+    """Block that returns a single loss."""
+
+    def forward(self, x):
+        return x.square().mean()
+
+
+class EndsWith(toy.Toy):
+    def __init__(self, last_block):
+        super().__init__()
+        self.net = nn.Sequential(nn.Unflatten(1, (12, 1)), nn.Linear(1, 3), last_block())
+
+    def loss(self, batch):
+        return self.net(batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("last_block", "words"),
+    [
+        (Swaps, "(of shape (12, 8, 3) for a micro-batch) must have the samples in its first dim"),
+        (Loses, "but returned a single number. To compute the loss in the last block, return the"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_by_rows_are_refused(two_ranks, last_block, words):
+    module = partial(EndsWith, last_block)
+    for seen in fit(two_ranks, module, raises=True, **in_stages(**TWO_MICROBATCHES)):
+        assert words in seen.error
+
+
 @pytest.mark.parametrize(("module", "num_warnings"), [(Mixes, 1), (toy.Toy, 0)])
 def test_a_logged_loss_that_draws_random_numbers_again_is_a_single_warning(
     two_ranks, module, num_warnings

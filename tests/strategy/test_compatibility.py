@@ -84,6 +84,7 @@ OF_A_PIPELINE = {
     "SyncBatchNorm": {"_layer_sync": object()},
     "precision": {"precision": "16-mixed"},
     "norm of all": {"optimizers": [LAMB(LAYER.parameters(), lr=0.1, max_grad_norm=1.0)]},
+    "line search": {"optimizers": [torch.optim.LBFGS(LAYER.parameters())]},
 }
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.averaged_models import averages_of
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
+from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.placement import broadcast_first_
@@ -145,7 +146,6 @@ class LocalStepsExtension(FitExtension):
     def _separate_nodes(self, fit: RunningFit, nodes: IndependentNodes) -> None:
         nodes.separate(fit.wrapped)
         nodes.num_periods = self.steps.num_periods(fit.trainer.global_step)
-        nodes.versions = [parameter._version for parameter in _frozen(fit)]
         if self.steps.has_outer_step or nodes.average.is_narrow:
             nodes.outer = self._new_outer_step(fit)
 
@@ -219,11 +219,10 @@ class LocalStepsExtension(FitExtension):
             return
         frozen = _frozen(fit)
         if frozen:
-            # User code may write frozen parameters, such as the weights of a teacher. Only written ones are averaged,
-            # because most are never written after loading.
-            nodes.average.average_(_written_on_any_rank(frozen, nodes))
+            # User code may write frozen parameters, such as the weights of a teacher. Only those that differ are
+            # averaged, because most are never written after loading.
+            nodes.average.average_(_differing(frozen, nodes.average.device))
         nodes.average.average_(_moving_averages(fit))
-        nodes.versions = [parameter._version for parameter in frozen]
         nodes.has_own_moving_averages = False
 
     # ---- outer step ------------------------------------------------------------------------------------------------
@@ -372,17 +371,20 @@ def _frozen(fit: RunningFit) -> list[Tensor]:
     return frozen
 
 
-def _written_on_any_rank(frozen: Sequence[Tensor], nodes: IndependentNodes) -> list[Tensor]:
-    """Return the frozen parameters that any rank has modified since all ranks last held equal values.
+def _differing(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return those of the given tensors whose values differ between ranks.
+
+    Values are compared, because torch's version counters miss writes such as `parameter.data.mul_(0.99)`.
 
     Collective: every rank must call it, in the same order.
     """
-    is_written = []
-    for parameter, version in zip(frozen, nodes.versions, strict=True):
-        is_written.append(parameter._version != version)
-    flags = torch.tensor(is_written, device=nodes.average.device).to(torch.int32)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return list(compress(frozen, flags.tolist()))
+    fingerprint = Fingerprint(device)
+    fingerprints = torch.stack([fingerprint.of(tensor).to(device) for tensor in tensors])
+    # The smallest value is the complement of the largest complement, which is exact for every integer.
+    largest = torch.stack([fingerprints, ~fingerprints])
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    differ = largest[0] != ~largest[1]
+    return list(compress(tensors, differ.tolist()))
 
 
 def _parameters_in_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:

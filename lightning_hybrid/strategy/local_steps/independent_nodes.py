@@ -201,7 +201,6 @@ class IndependentNodes:
         ends_in_step: Whether nodes average within the last step of a period, and not before the next batch.
         is_independent: Whether nodes currently train independently.
         num_periods: Number of periods that have ended.
-        versions: torch's version counters of the frozen parameters when all nodes last held the same values.
         has_own_weights: Whether weights may have diverged between nodes since the last average.
         has_own_moving_averages: Whether moving averages of weights may have diverged.
         has_own_state: Whether optimizer state may have diverged.
@@ -222,7 +221,6 @@ class IndependentNodes:
         self.ends_in_step = True
         self.is_independent = False
         self.num_periods = 0
-        self.versions: list[int] = []
         self.has_own_weights = False
         self.has_own_moving_averages = False
         self.has_own_state = False

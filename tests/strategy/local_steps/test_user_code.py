@@ -155,20 +155,31 @@ class Teacher(toy.Toy):
     @torch.no_grad()
     def on_train_batch_end(self, *_):
         first = next(parameter for parameter in self.parameters() if parameter.requires_grad)
-        self.teacher.weight.lerp_(first.mean(), 0.1)
+        self.write(first.mean())
         self.centre += 1 + self.global_rank
+
+    def write(self, target):
+        self.teacher.weight.lerp_(target, 0.1)
+
+
+class WritesData(Teacher):
+    """Module that writes its teacher through `.data`, as MoCo does, which torch's version counters do not count."""
+
+    def write(self, target):
+        self.teacher.weight.data.mul_(0.9).add_(0.1 * target)
 
 
 def centre(trainer, module, *_):
     return module.centre[0].item()
 
 
+@pytest.mark.parametrize("module", [Teacher, WritesData])
 def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are_those_of_rank_zero(
-    two_ranks,
+    two_ranks, module
 ):
     """Frozen weights are averaged after steps 2 and 4, and at the end. Other buffers come from rank zero."""
     rank_0, rank_1 = fit(
-        two_ranks, Teacher, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=centre)]
+        two_ranks, module, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=centre)]
     )
     assert torch.equal(rank_0.weights["teacher.weight"], rank_1.weights["teacher.weight"])
     assert [seen.looks["on_train_batch_start"] for seen in (rank_0, rank_1)] == [
