@@ -412,12 +412,21 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
 
 
 def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Return the path of the newest local checkpoint, or else the URL of the first remote one."""
+    """Return the path of the newest local checkpoint, or else the URL of the first remote one.
+
+    Files that contain only weights do not count, because a run cannot be resumed from them.
+    """
     paths: list[str] = []
+    local_paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
-        last_path = getattr(callback, "last_model_path", "")
-        paths.append(last_path or getattr(callback, "best_model_path", ""))
-    local_paths = [path for path in paths if os.path.isfile(path)]
+        if getattr(callback, "save_weights_only", False):
+            continue
+        # The best checkpoint may be much older than the last one. The first of these names is private to Lightning.
+        for name in ("_last_checkpoint_saved", "last_model_path", "best_model_path"):
+            paths.append(getattr(callback, name, ""))
+        # This is the file of Lightning's `OnExceptionCheckpoint`.
+        local_paths.append(getattr(callback, "ckpt_path", ""))
+    local_paths = [path for path in [*paths, *local_paths] if os.path.isfile(path)]
     if local_paths:
         return max(local_paths, key=os.path.getmtime)
     for path in paths:
