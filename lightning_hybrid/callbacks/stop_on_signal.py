@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -207,7 +206,7 @@ class StopOnSignal(Callback):
         if not isinstance(exception, SIGTERMException) or not request:
             return
 
-        path = self._folder(trainer) / CHECKPOINT_NAME
+        path = os.path.join(self._folder(trainer), CHECKPOINT_NAME)
         loop = trainer.fit_loop.epoch_loop
         self._logger_step = loop._batches_that_stepped
         if trainer.validating and not loop._should_accumulate():
@@ -294,26 +293,27 @@ class StopOnSignal(Callback):
         if self._agreed_request:
             raise SIGTERMException
 
-    def _folder(self, trainer: pl.Trainer) -> Path:
+    def _folder(self, trainer: pl.Trainer) -> str:
+        # The folder may be a URL such as s3://bucket/run, which a `Path` would change to s3:/bucket/run.
         if self.dirpath is not None:
-            return Path(self.dirpath)
+            return str(self.dirpath)
         folder: Any = getattr(trainer.checkpoint_callback, "dirpath", None)
-        return Path(folder or trainer.default_root_dir)
+        return str(folder or trainer.default_root_dir)
 
 
-def _report_stop(trainer: pl.Trainer, path: Path, signal_name: str, exit_code: int) -> None:
+def _report_stop(trainer: pl.Trainer, path: str, signal_name: str, exit_code: int) -> None:
     """Log the step at which the run stopped, and the path of the checkpoint.
 
     Only the first rank of each launch logs the message.
     """
     if trainer.global_rank != 0:
         return
-    checkpoint = f"`fit(..., ckpt_path={str(path)!r})` resumes from there"
+    checkpoint = f"`fit(..., ckpt_path={path!r})` resumes from there"
     if not trainer.is_global_zero:
         # In an elastic run every host is launched separately, and only the first host writes.
         checkpoint = (
             "this host has written no checkpoint, because only the first host of the run writes "
-            f"{str(path)!r}, when it is stopped itself. Until then the other hosts continue"
+            f"{path!r}, when it is stopped itself. Until then the other hosts continue"
         )
     message = (
         f"stopped by {signal_name} in epoch {trainer.current_epoch} after step {trainer.global_step}; "

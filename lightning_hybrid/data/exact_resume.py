@@ -460,6 +460,8 @@ class ExactResume:
                 # The sampler has returned all index lists.
                 current.matches_index_lists = False
                 raise self.error(_NO_BATCH_PER_LIST)
+            if current.expected is not None and current.batches_done < current.expected[0]:
+                self.compare_end_of_order()  # the stream has become shorter
             raise StopIteration
         current.batches_done += 1
         current.expects_batch = False

@@ -347,9 +347,18 @@ class HybridAllReduce(HalfPrecisionDDP):
                 try:
                     self._put_back()
                 finally:
-                    self._failures.end(self.lightning_module)
-                    with self._hidden():
-                        super().teardown()
+                    self._tear_down_ddp()
+
+    def _tear_down_ddp(self) -> None:
+        """Tear down DDP, and then log where a failed run stopped.
+
+        DDP's teardown waits until the checkpoints of a background thread are on disk, so that the newest one is named.
+        """
+        try:
+            with self._hidden():
+                super().teardown()
+        finally:
+            self._failures.end(self.lightning_module)
 
     def _put_back(self) -> None:
         """Let extensions restore the module to its state before the run."""

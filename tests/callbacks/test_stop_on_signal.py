@@ -184,6 +184,7 @@ def test_the_checkpoint_goes_to_the_folder_of_the_callback_or_to_that_of_other_c
     assert folder_of("stops", "checkpoints") == "stops"
     assert folder_of(None, "checkpoints") == str(Path("checkpoints").absolute())
     assert folder_of(None, None) == "root"
+    assert folder_of("s3://bucket/run", None) == "s3://bucket/run"
 
 
 def fitted_again(folder):

@@ -352,6 +352,26 @@ def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
     assert "`num_workers` (=2) must equal the checkpoint's 0. Set num_workers=0" in error
 
 
+class Numbers(IterableDataset):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        blobs = toy.Blobs()
+        return (blobs[index] for index in range(self.num_samples))
+
+
+def test_a_stream_that_ends_before_the_checkpoint_is_refused(tmp_path):
+    """Without the error, the epoch would end at once."""
+    trainer = toy.trainer(max_epochs=1, max_steps=6)
+    trainer.fit(toy.Toy(), DataLoader(Numbers(64), batch_size=8))
+    trainer.save_checkpoint(tmp_path / "6.ckpt")
+    loader = DataLoader(Numbers(32), batch_size=8)
+    trainer = toy.trainer(max_epochs=1)
+    error = toy.error_of(trainer.fit, toy.Toy(), loader, ckpt_path=tmp_path / "6.ckpt")
+    assert "its data set does not reproduce the samples before the checkpoint" in error
+
+
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
     """The checkpoint keeps the states of the batch that Lightning holds, and of a step that is repeated."""
     one_rank.run(outcomes, "stream with a state", HYBRID, 0, str(tmp_path), (20,))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -59,19 +60,29 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 class SigtermOnAnyRank:
     """SIGTERM handler for one training run, which stops all ranks if any rank receives the signal.
 
-    It replaces Lightning's handler. The new handler records the signal, and a later `before_batch` raises the error.
+    It replaces Lightning's handler. The new handler only records the signal. Before the next batch, rank zero announces
+    its signal to all ranks, which then stop together. If rank zero has no signal, a later `before_batch` raises the
+    error on the rank that has one.
+
+    Attributes:
+        error_of_this_rank: The error that stops this rank without the other ranks, or None.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
+        self.error_of_this_rank: BaseException | None = None
         self._trainer = trainer
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        # Lightning's own handler may have recorded a signal during the setup.
+        self._has_signal = trainer.received_sigterm
         self._has_waited_a_batch = False
+        self._announces = False
         self._replace_lightnings_handler()
 
     def _replace_lightnings_handler(self) -> None:
         # Lightning 2.6 asks rank zero before each batch whether it received a signal. Its handler calls the same
         # collective at any point of a rank's work, so a signal to a rank above zero leaves the ranks waiting forever in
-        # different collectives. Here a signal to rank zero is handled like in Lightning. A signal to another rank ends
-        # that rank, and the watchdog reports this to the others within seconds.
+        # different collectives. Here a signal to rank zero stops all ranks before the next batch. A signal to another
+        # rank ends that rank, and the watchdog reports this to the others within seconds.
         installed = signal.getsignal(signal.SIGTERM)
         if not isinstance(installed, lightning_types(f"{_SIGNALS}._HandlersCompose")):
             return
@@ -84,12 +95,32 @@ class SigtermOnAnyRank:
             handlers.append(handler)
         installed.signal_handlers = handlers
 
+        self._announces = self._trainer.world_size > 1
+        if self._announces:
+            self._trainer._signal_connector.received_sigterm = False
+            broadcast = self._loop._broadcast_sigterm_tensor
+            self._loop._broadcast_sigterm_tensor = partial(self._announce_signal, broadcast)
+
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        connector = self._trainer._signal_connector
         launcher = self._trainer.strategy.launcher
-        if not connector.received_sigterm and launcher is not None:
+        if not self._has_signal and launcher is not None:
             launcher.kill(number)
-        connector.received_sigterm = True
+        self._has_signal = True
+        if not self._announces:
+            self._trainer._signal_connector.received_sigterm = True
+
+    def _announce_signal(self, broadcast: Callable[[], None]) -> None:
+        """Broadcast before a batch whether rank zero has received the signal.
+
+        Lightning raises the error on a rank that has its flag set, at the end of a batch and without the other ranks,
+        which would then wait for this rank. The flag is therefore set only for the broadcast.
+        """
+        if self._trainer.global_rank == 0:
+            self._trainer._signal_connector.received_sigterm = self._has_signal
+        broadcast()
+        if self._trainer.received_sigterm:
+            # `StopOnSignal` has replaced the broadcast, but does not handle SIGTERM.
+            self._raise_alone()
 
     def before_batch(self) -> None:
         """Raise if this rank received SIGTERM before the previous batch, and rank zero has not received it.
@@ -97,11 +128,21 @@ class SigtermOnAnyRank:
         Raises:
             SIGTERMException: The signal arrived before the last batch, and rank zero has not received one since.
         """
-        # The error is raised one batch later, because Lightning stops all ranks together if rank zero has the signal
-        # too.
+        # The error is raised one batch later, because all ranks stop together if rank zero has the signal too.
         if self._has_waited_a_batch:
-            raise lightning_error(_SIGTERM)
-        self._has_waited_a_batch = self._trainer.received_sigterm and self._trainer.global_rank > 0
+            self._raise_alone()
+        is_above_zero = self._announces and self._trainer.global_rank > 0
+        self._has_waited_a_batch = self._has_signal and is_above_zero
+
+    def _raise_alone(self) -> None:
+        self.error_of_this_rank = lightning_error(_SIGTERM)
+        raise self.error_of_this_rank
+
+    def end(self) -> None:
+        """Restore the method with which Lightning's loop asks rank zero for its signal."""
+        if self._announces:
+            self._announces = False
+            vars(self._loop).pop("_broadcast_sigterm_tensor", None)
 
 
 class FailureReports:
@@ -194,11 +235,16 @@ class FailureReports:
     def ending_error(self) -> BaseException | None:
         """Error that is ending the run on this rank alone, or None.
 
-        A SIGTERM does not count, because all ranks handle it together and may save a checkpoint.
+        A SIGTERM that stops all ranks does not count, because the ranks may save a checkpoint together.
         """
         error = sys.exc_info()[1]
-        if error is self._error_before_setup or isinstance(error, lightning_types(_SIGTERM)):
+        if error is self._error_before_setup:
             return None
+        if isinstance(error, lightning_types(_SIGTERM)):
+            is_of_this_rank = (
+                self._sigterm is not None and error is self._sigterm.error_of_this_rank
+            )
+            return error if is_of_this_rank else None
         return error
 
     def is_failing(self) -> bool:
@@ -294,7 +340,9 @@ class FailureReports:
         self.end_setup()
         ended_by = self.ended_by
         self.ended_by = None
-        self._sigterm = None
+        if self._sigterm is not None:
+            self._sigterm.end()
+            self._sigterm = None
         # This is logged last, because a callback may have written a checkpoint after the error. If spawning the ranks
         # failed, the module of this process has no trainer.
         if ended_by is not None and module is not None and module._trainer is not None:
@@ -364,12 +412,21 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
 
 
 def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Return the path of the newest local checkpoint, or else the URL of the first remote one."""
+    """Return the path of the newest local checkpoint, or else the URL of the first remote one.
+
+    Files that contain only weights do not count, because a run cannot be resumed from them.
+    """
     paths: list[str] = []
+    local_paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
-        last_path = getattr(callback, "last_model_path", "")
-        paths.append(last_path or getattr(callback, "best_model_path", ""))
-    local_paths = [path for path in paths if os.path.isfile(path)]
+        if getattr(callback, "save_weights_only", False):
+            continue
+        # The best checkpoint may be much older than the last one. The first of these names is private to Lightning.
+        for name in ("_last_checkpoint_saved", "last_model_path", "best_model_path"):
+            paths.append(getattr(callback, name, ""))
+        # This is the file of Lightning's `OnExceptionCheckpoint`.
+        local_paths.append(getattr(callback, "ckpt_path", ""))
+    local_paths = [path for path in [*paths, *local_paths] if os.path.isfile(path)]
     if local_paths:
         return max(local_paths, key=os.path.getmtime)
     for path in paths:
