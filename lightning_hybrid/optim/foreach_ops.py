@@ -74,7 +74,8 @@ def _is_cut(lists: tuple[list[Tensor], ...]) -> bool:
     if not (is_single and is_on_cpu and is_large):
         return False
     # Blocks are ranges of memory, so they correspond only if all tensors have the same memory order.
-    return is_dense([tensors[0] for tensors in lists])
+    corresponding_tensors = [tensors[0] for tensors in lists]
+    return is_dense(corresponding_tensors)
 
 
 def block_numel() -> int:

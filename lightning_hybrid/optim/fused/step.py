@@ -132,15 +132,8 @@ class FusedStep:
 
         # All norms are computed before the first update, because an inf in any tensor skips the whole step.
         flags = self._compute_norms(grads, scaling, is_checked)
-        found_inf = scaling.found_inf
-        if is_checked and flags:
-            found_inf = _combine_flags(flags)
-            if optimizer.shard_sums is not None:
-                found_inf = optimizer.shard_sums.largest(found_inf)
-        if optimizer.parts and flags:
-            found_inf = self.add_block_sums(optimizer, found_inf)
-        if found_inf is not scaling.found_inf:
-            scaling = GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
+        if flags:
+            scaling = self._combine_over_ranks(optimizer, scaling, flags, is_checked)
 
         update_scaling = self.before_update(optimizer, scaling)
         for tensors in self._tensor_groups:
@@ -173,6 +166,28 @@ class FusedStep:
             )
             flags.append(flag)
         return flags
+
+    def _combine_over_ranks(
+        self, optimizer: Any, scaling: GradScaling, flags: Sequence[Tensor], is_checked: bool
+    ) -> GradScaling:
+        """Combine the flags of all tensor groups, and the flags and block sums of all ranks that hold shards.
+
+        Collective: every rank that holds shards must call it, in the same order.
+
+        Returns:
+            The scaling with the combined flag as `found_inf`.
+        """
+        found_inf = scaling.found_inf
+        if is_checked:
+            found_inf = _combine_flags(flags)
+            if optimizer.shard_sums is not None:
+                found_inf = optimizer.shard_sums.largest(found_inf)
+        if optimizer.parts:
+            found_inf = self.add_block_sums(optimizer, found_inf)
+
+        if found_inf is scaling.found_inf:
+            return scaling
+        return GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
 
     def add_block_sums(self, optimizer: Any, found_inf: Tensor | None) -> Tensor | None:
         """All-reduce the sums of squares of parameter shards.
@@ -287,9 +302,11 @@ def _state_values(optimizer: Any) -> list[Any]:
 
 def _refuse_sparse(optimizer: Any, grads: Sequence[Any]) -> None:
     """Raise `ValueError` if a gradient is sparse."""
-    if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-        for group in optimizer.param_groups:
-            list(dense_gradients(group))  # This call raises the error, which names the parameter.
+    layouts = {grad.layout for grad in grads if grad is not None}
+    if not layouts - {torch.strided}:
+        return
+    for group in optimizer.param_groups:
+        list(dense_gradients(group))  # This call raises the error, which names the parameter.
 
 
 def _option_tables(tensor_groups: Sequence[TensorGroup]) -> list[OptionTables]:

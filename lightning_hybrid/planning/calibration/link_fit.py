@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Measured times in seconds, by message size in bytes.
+MessageTimes = Mapping[int, Sequence[float]]
+
 # Burst sizes to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards assemble.
 BURSTS_BYTES = (0, 1500, 4096, 9000, 16384, 65536)
 
@@ -86,7 +89,7 @@ class LineFit:
         return self.latency_s + load_bytes / self.bytes_per_s
 
 
-def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
+def fit_line(times_s: MessageTimes, *, seed: int = 0) -> LineFit:
     """Estimate the latency and bandwidth of a link from message times, grouped by message size.
 
     Intervals are percentiles of a bootstrap (Efron 1979): samples of each size are drawn with
@@ -101,7 +104,7 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     """
     _check_times(times_s)
     sizes = sorted(times_s)
-    medians_s = np.array([float(np.median(times_s[size])) for size in sizes])
+    medians_s = _medians(times_s, sizes)
     lines_by_burst = {}
     for burst in BURSTS_BYTES:
         loads = _loads(sizes, burst)
@@ -109,18 +112,18 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
 
     burst = _choose_burst(lines_by_burst, len(sizes))
     loads = _loads(sizes, burst)
-    latency_s = float(lines_by_burst[burst].latencies_s[0])
-    s_per_byte = float(lines_by_burst[burst].s_per_byte[0])
+    line = lines_by_burst[burst]
+    latency_s = float(line.latencies_s[0])
+    s_per_byte = float(line.s_per_byte[0])
     errors = medians_s / (latency_s + loads * s_per_byte) - 1
 
-    # An interval includes the estimate itself, even if the estimate is outside the percentiles.
     drawn_lines = _fit_lines(loads, _bootstrap_medians(times_s, sizes, seed))
-    low_latency_s, high_latency_s = _interval(drawn_lines.latencies_s, latency_s)
+    latency_interval_s = _interval(drawn_lines.latencies_s, latency_s)
     fast_s_per_byte, slow_s_per_byte = _interval(drawn_lines.s_per_byte, s_per_byte)
     return LineFit(
         latency_s=latency_s,
         bytes_per_s=_rate(s_per_byte),
-        latency_interval_s=(low_latency_s, high_latency_s),
+        latency_interval_s=latency_interval_s,
         rate_interval_bytes_per_s=(_rate(slow_s_per_byte), _rate(fast_s_per_byte)),
         confidence=CONFIDENCE,
         burst_bytes=burst,
@@ -129,7 +132,7 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     )
 
 
-def _check_times(times_s: Mapping[int, Sequence[float]]) -> None:
+def _check_times(times_s: MessageTimes) -> None:
     """Raise `ValueError` if a line cannot be fitted to the times."""
     if len(times_s) < 3 or min(times_s) < 0:
         raise ValueError(
@@ -171,13 +174,23 @@ def _rate(s_per_byte: float) -> float:
 
 def _loads(sizes: Sequence[int], burst: int) -> np.ndarray:
     """Return the number of bytes that each message waits for."""
-    # A burst is stored before it is forwarded, so a message waits for these bytes twice.
-    return np.array([size + min(size, burst) for size in sizes], dtype=float)
+    loads = []
+    for size in sizes:
+        # A burst is stored before it is forwarded, so a message waits for these bytes twice.
+        stored_bytes = min(size, burst)
+        loads.append(size + stored_bytes)
+    return np.array(loads, dtype=float)
 
 
-def _bootstrap_medians(
-    times_s: Mapping[int, Sequence[float]], sizes: Sequence[int], seed: int
-) -> np.ndarray:
+def _medians(times_s: MessageTimes, sizes: Sequence[int]) -> np.ndarray:
+    medians_s = []
+    for size in sizes:
+        median_s = np.median(times_s[size])
+        medians_s.append(float(median_s))
+    return np.array(medians_s)
+
+
+def _bootstrap_medians(times_s: MessageTimes, sizes: Sequence[int], seed: int) -> np.ndarray:
     """Return the medians of samples drawn with replacement, of shape (draws, sizes)."""
     generator = np.random.default_rng(seed)
     medians_of_sizes = []
@@ -185,15 +198,21 @@ def _bootstrap_medians(
         samples_s = np.asarray(times_s[size])
         num_samples = len(samples_s)
         indices = generator.integers(0, num_samples, size=(NUM_DRAWS, num_samples))
-        medians_of_sizes.append(np.median(samples_s[indices], axis=1))
+        drawn_samples_s = samples_s[indices]
+        medians_of_sizes.append(np.median(drawn_samples_s, axis=1))
     return np.stack(medians_of_sizes, axis=1)
 
 
 def _interval(drawn: np.ndarray, estimate: float) -> tuple[float, float]:
-    """Return the confidence interval of an estimate from its bootstrap draws, extended to include it."""
+    """Return the confidence interval of an estimate from its bootstrap draws.
+
+    The interval is extended to the estimate if the estimate is outside of it.
+    """
     tail_percent = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(drawn, [tail_percent, 100 - tail_percent])
-    return min(float(low), estimate), max(float(high), estimate)
+    low_bound = min(float(low), estimate)
+    high_bound = max(float(high), estimate)
+    return low_bound, high_bound
 
 
 def _fit_lines(loads: np.ndarray, medians_s: np.ndarray) -> _Lines:
@@ -206,7 +225,8 @@ def _fit_lines(loads: np.ndarray, medians_s: np.ndarray) -> _Lines:
         medians_s: Median times, of shape (fits, sizes).
     """
     latencies_s, slopes = _candidate_lines(loads, medians_s)
-    fitted_s = latencies_s[:, :, np.newaxis] + slopes[:, :, np.newaxis] * loads
+    transfer_s = slopes[:, :, np.newaxis] * loads
+    fitted_s = latencies_s[:, :, np.newaxis] + transfer_s
     relative_errors = fitted_s / medians_s[:, np.newaxis, :] - 1
     mean_errors = np.abs(relative_errors).mean(axis=2)
     is_negative = (slopes < 0) | (latencies_s < 0)
