@@ -23,14 +23,14 @@ class FlatBucket:
         self._index = index
         self._parameters = list(parameters)
         self._is_last = is_last
-        self._views: list[Tensor] = []
         reals = [_real(parameter) for parameter in parameters]
         numels = [real.numel() for real in reals]
         self._flat = reals[0].new_empty(sum(numels))
-        parts = self._flat.split(numels)
-        for part, real in zip(parts, reals, strict=True):
-            offset = part.storage_offset()
-            view = part.as_strided(real.shape, real.stride(), offset)
+
+        # Each view has the strides of its parameter, as in DDP's buckets.
+        self._views: list[Tensor] = []
+        for segment, real in zip(self._flat.split(numels), reals, strict=True):
+            view = segment.as_strided(real.shape, real.stride(), segment.storage_offset())
             self._views.append(view)
 
     def fill(self) -> None:
@@ -78,7 +78,10 @@ class BufferCopy:
 
     def __init__(self, module: nn.Module) -> None:
         # Stored, because a search through all submodules takes long.
-        self._owners = [submodule._buffers for submodule in module.modules() if submodule._buffers]
+        self._buffer_dicts: list[dict[str, Tensor | None]] = []
+        for submodule in module.modules():
+            if submodule._buffers:
+                self._buffer_dicts.append(submodule._buffers)
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)
@@ -110,12 +113,13 @@ class BufferCopy:
             _copy(self._views, to=buffers)
 
     def _present(self) -> list[Tensor]:
-        """Return the module's buffers, for which the flat tensor has the right layout."""
+        """Return the module's buffers, and adapt the flat tensor to them if their layout has changed."""
         buffers = []
-        for owner in self._owners:
-            for buffer in owner.values():
+        for buffer_dict in self._buffer_dicts:
+            for buffer in buffer_dict.values():
                 if buffer is not None:
                     buffers.append(buffer)
+
         layout = [(buffer.shape, buffer.dtype) for buffer in buffers]
         if layout != self._layout:
             self._layout = layout
@@ -123,17 +127,21 @@ class BufferCopy:
         return buffers
 
     def _allocate(self, buffers: list[Tensor]) -> None:
-        sizes = []
+        """Allocate the flat tensor, and create a view of it for each buffer."""
+        aligned_sizes = []
         for buffer in buffers:
             num_units = math.ceil(buffer.nbytes / _ALIGNMENT)
-            sizes.append(num_units * _ALIGNMENT)
+            aligned_sizes.append(num_units * _ALIGNMENT)
         device = None
         if buffers:
             device = buffers[0].device
-        self.flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self.flat = torch.zeros(sum(aligned_sizes), dtype=torch.uint8, device=device)
+
         self._views = []
-        for part, buffer in zip(self.flat.split(sizes), buffers, strict=True):
-            view = part[: buffer.nbytes].view(buffer.dtype)
+        segments = self.flat.split(aligned_sizes)
+        for segment, buffer in zip(segments, buffers, strict=True):
+            own_bytes = segment[: buffer.nbytes]
+            view = own_bytes.view(buffer.dtype)
             self._views.append(view.view(buffer.shape))
 
 
@@ -148,19 +156,21 @@ def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     A larger parameter has its own bucket.
     """
     groups: list[list[nn.Parameter]] = []
-    growing: dict[torch.dtype, list[nn.Parameter]] = {}  # the group that may still grow, by dtype
+    open_groups: dict[torch.dtype, list[nn.Parameter]] = {}  # the group that may grow, by dtype
     for parameter in reversed(parameters):
-        group = growing.get(parameter.dtype)
+        group = open_groups.get(parameter.dtype)
         if group is None or _num_bytes(group) + parameter.nbytes > bucket_bytes:
             group = []
             groups.append(group)
-            growing[parameter.dtype] = group
+            open_groups[parameter.dtype] = group
         group.append(parameter)
 
+    buckets = []
     last_index = len(groups) - 1
-    return [
-        FlatBucket(index, group, is_last=index == last_index) for index, group in enumerate(groups)
-    ]
+    for index, group in enumerate(groups):
+        bucket = FlatBucket(index, group, is_last=index == last_index)
+        buckets.append(bucket)
+    return buckets
 
 
 def _num_bytes(parameters: Sequence[nn.Parameter]) -> int:
@@ -168,6 +178,7 @@ def _num_bytes(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def _real(tensor: Tensor) -> Tensor:
+    """Return a view without autograd history, in which each complex number is two real numbers."""
     tensor = tensor.detach()
     if tensor.is_complex():
         return torch.view_as_real(tensor)

@@ -18,6 +18,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +28,31 @@ from torch import Tensor
 
 from lightning_hybrid.optim.gradients import param_name
 
-# A process group, and the device type of the tensors that it all-reduces.
-_Group = tuple[dist.ProcessGroup, str]
+
+@dataclass(frozen=True)
+class _MeshGroup:
+    """Process group of one dimension of a device mesh.
+
+    Attributes:
+        process_group: Process group.
+        device_type: Device type of the tensors that it all-reduces.
+    """
+
+    process_group: dist.ProcessGroup
+    device_type: str
+
+
+@dataclass(frozen=True)
+class _ColumnSums:
+    """Columns of a table that are all-reduced over one process group.
+
+    Attributes:
+        group: Process group.
+        indices: Indices of the columns, on the device of the table. None: all columns.
+    """
+
+    group: _MeshGroup
+    indices: Tensor | None
 
 
 def is_dtensor(value: Any) -> bool:
@@ -96,13 +121,21 @@ class ShardSums:
     """
 
     def __init__(self, params: dict[Tensor, Any]) -> None:
-        self._groups: dict[Tensor, list[_Group]] = {}
-        # The columns that each group all-reduces, keyed by the tensors of a table. They are cached, because the host
-        # would wait each time it sends indices to a GPU.
-        self._columns: dict[Any, list[tuple[_Group, Tensor | None]]] = {}
+        # Process groups over which each local tensor is sharded, and all of them without duplicates.
+        self._groups_of: dict[Tensor, list[_MeshGroup]] = {}
+        self._distinct_groups: list[_MeshGroup] = []
+        # All-reduces for each list of local tensors. They are cached, because the host would wait each time it sends
+        # indices to a GPU.
+        self._sums_of_lists: dict[Any, list[_ColumnSums]] = {}
+
         for local, param in params.items():
-            if is_dtensor(param):
-                self._groups[local] = _sharding_groups(param)
+            if not is_dtensor(param):
+                continue
+            groups = _sharding_groups(param)
+            self._groups_of[local] = groups
+            for group in groups:
+                if group not in self._distinct_groups:
+                    self._distinct_groups.append(group)
 
     def add_up_(self, locals_: Sequence[Tensor], table: Tensor) -> None:
         """All-reduce each tensor's column of `table` over the ranks that hold shards of the tensor.
@@ -116,14 +149,18 @@ class ShardSums:
             locals_: Local tensors.
             table: float64 tensor of shape (any, tensors), changed in place.
         """
-        for (group, device_type), columns in self._columns_of(locals_, table.device):
-            selected = table
-            if columns is not None:
-                selected = table.index_select(1, columns)
-            sums = selected.to(device_type).contiguous()
-            dist.all_reduce(sums, group=group)
-            if columns is not None:
-                table.index_copy_(1, columns, sums.to(table.device))
+        for column_sums in self._column_sums(locals_, table.device):
+            group = column_sums.group
+            indices = column_sums.indices
+            columns = table
+            if indices is not None:
+                columns = table.index_select(1, indices)
+
+            sums = columns.to(group.device_type).contiguous()
+            dist.all_reduce(sums, group=group.process_group)
+
+            if indices is not None:
+                table.index_copy_(1, indices, sums.to(table.device))
             elif sums is not table:
                 table.copy_(sums)
 
@@ -146,49 +183,45 @@ class ShardSums:
 
         Collective: every rank of the groups must call it, in the same order.
         """
-        distinct_groups: dict[_Group, None] = {}
-        for groups in self._groups.values():
-            distinct_groups.update(dict.fromkeys(groups))
-        for group, device_type in distinct_groups:
-            maximum = value.to(device_type, copy=True)
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+        for group in self._distinct_groups:
+            maximum = value.to(group.device_type, copy=True)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group.process_group)
             value = maximum.to(value.device)
         return value
 
-    def _columns_of(
-        self, locals_: Sequence[Tensor], device: torch.device
-    ) -> list[tuple[_Group, Tensor | None]]:
-        """Return each process group with the indices of the columns that it all-reduces, or None for all."""
-        key = (tuple(map(id, locals_)), device)
-        if key not in self._columns:
-            self._columns[key] = self._sort_columns(locals_, device)
-        return self._columns[key]
+    def _column_sums(self, locals_: Sequence[Tensor], device: torch.device) -> list[_ColumnSums]:
+        """Return the all-reduces of a table on `device` that has one column for each local tensor."""
+        ids = tuple(map(id, locals_))
+        key = (ids, device)
+        if key not in self._sums_of_lists:
+            self._sums_of_lists[key] = self._new_column_sums(locals_, device)
+        return self._sums_of_lists[key]
 
-    def _sort_columns(
+    def _new_column_sums(
         self, locals_: Sequence[Tensor], device: torch.device
-    ) -> list[tuple[_Group, Tensor | None]]:
-        columns_by_group: dict[_Group, list[int]] = {}
+    ) -> list[_ColumnSums]:
+        columns_of_groups: dict[_MeshGroup, list[int]] = {}
         for column, local in enumerate(locals_):
-            for group in self._groups.get(local, ()):
-                columns_by_group.setdefault(group, []).append(column)
+            for group in self._groups_of.get(local, ()):
+                columns_of_groups.setdefault(group, []).append(column)
 
-        sorted_columns: list[tuple[_Group, Tensor | None]] = []
-        for group, columns in columns_by_group.items():
-            if len(columns) == len(locals_):
-                sorted_columns.append((group, None))
-            else:
-                sorted_columns.append((group, torch.tensor(columns, device=device)))
-        return sorted_columns
+        column_sums = []
+        for group, columns in columns_of_groups.items():
+            indices = None
+            if len(columns) != len(locals_):
+                indices = torch.tensor(columns, device=device)
+            column_sums.append(_ColumnSums(group, indices))
+        return column_sums
 
 
-def _sharding_groups(param: Any) -> list[_Group]:
-    """Return the process groups over which a DTensor is sharded, each with the device type of its mesh."""
+def _sharding_groups(param: Any) -> list[_MeshGroup]:
+    """Return the process groups over which a DTensor is sharded."""
     # If parameters are offloaded to the host, their mesh still has the device type of the accelerator.
     mesh = param.device_mesh
-    groups: list[_Group] = []
+    groups = []
     for dim, placement in enumerate(param.placements):
         if not placement.is_replicate():
-            groups.append((mesh.get_group(dim), mesh.device_type))
+            groups.append(_MeshGroup(mesh.get_group(dim), mesh.device_type))
     return groups
 
 
@@ -209,7 +242,7 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
         optimizer._local_view = view
     _refresh(optimizer, view)
     sharded = {local: param for local, param in view.wholes.items() if local is not param}
-    versions = [local._version for local in sharded]
+    versions_before = {local: local._version for local in sharded}
 
     try:
         for local, param in sharded.items():
@@ -220,13 +253,14 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
             local.grad = None
         for local, param in view.wholes.items():
             # The state "step" of LAMB has no shards. All other state shares memory with the optimizer's state.
-            if "step" in view.state[local]:
-                optimizer.state[param]["step"] = view.state[local]["step"]
+            local_state = view.state[local]
+            if "step" in local_state:
+                optimizer.state[param]["step"] = local_state["step"]
 
     # A DTensor does not notice writes to its shard. Without this, backward would silently use the changed weight.
     written = []
-    for (local, param), version in zip(sharded.items(), versions, strict=True):
-        if local._version != version:
+    for local, param in sharded.items():
+        if local._version != versions_before[local]:
             written.append(param)
     torch.autograd.graph.increment_version(written)
 
@@ -245,7 +279,7 @@ def _new_view(optimizer: Any) -> Any:
         wholes={},
         shard_sums=None,
     )
-    view.state_lists = lambda params, *keys: _state_lists(optimizer, view, params, *keys)
+    view.state_lists = partial(_state_lists, optimizer, view)
     return view
 
 
@@ -254,13 +288,16 @@ def _refresh(optimizer: Any, view: Any) -> None:
 
     Unchanged local tensors stay the same objects.
     """
-    local_by_id = {id(param): local for local, param in view.wholes.items()}
+    previous_locals = {id(param): local for local, param in view.wholes.items()}
     locals_of_groups: list[list[Tensor]] = []
     wholes: dict[Tensor, Any] = {}
     for group in optimizer.param_groups:
-        locals_ = [_current_local(local_by_id.get(id(param)), param) for param in group["params"]]
-        locals_of_groups.append(locals_)
-        wholes.update(zip(locals_, group["params"], strict=True))
+        locals_of_group = []
+        for param in group["params"]:
+            local = _current_local(previous_locals.get(id(param)), param)
+            locals_of_group.append(local)
+            wholes[local] = param
+        locals_of_groups.append(locals_of_group)
 
     if list(map(id, wholes)) != list(map(id, view.wholes)):
         for group in optimizer.param_groups:
@@ -269,23 +306,30 @@ def _refresh(optimizer: Any, view: Any) -> None:
         view.shard_sums = ShardSums(wholes)
         view.state = defaultdict(dict)
 
+    _refresh_groups(view.param_groups, optimizer.param_groups, locals_of_groups)
+    view.work_group = getattr(optimizer, "work_group", None)
+    for local, param in wholes.items():
+        state = optimizer.state.get(param, {})
+        view.state[local] = {key: local_shard(value) for key, value in state.items()}
+
+
+def _refresh_groups(
+    view_groups: list[dict[str, Any]],
+    groups: list[dict[str, Any]],
+    locals_of_groups: list[list[Tensor]],
+) -> None:
+    """Copy the options of all parameter groups to the groups of the view, and set their local tensors."""
     # The dicts of the view's groups stay the same objects, because the fused step identifies groups by their `id`.
-    del view.param_groups[len(locals_of_groups) :]
-    while len(view.param_groups) < len(locals_of_groups):
-        view.param_groups.append({})
-    for view_group, group, locals_ in zip(
-        view.param_groups, optimizer.param_groups, locals_of_groups, strict=True
-    ):
+    del view_groups[len(groups) :]
+    while len(view_groups) < len(groups):
+        view_groups.append({})
+
+    for view_group, group, locals_ in zip(view_groups, groups, locals_of_groups, strict=True):
         view_group.update(group)
         view_group["params"] = locals_
         view_group["fused"] = bool(group["fused"])
         if group["foreach"] is None:
             view_group["foreach"] = True
-
-    view.work_group = getattr(optimizer, "work_group", None)
-    for local, param in wholes.items():
-        state = optimizer.state.get(param, {})
-        view.state[local] = {key: local_shard(value) for key, value in state.items()}
 
 
 def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
@@ -307,11 +351,14 @@ def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
 def _state_lists(optimizer: Any, view: Any, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
     """Return the optimizer state of local tensors, in the format of `LayerwiseOptimizer.state_lists`."""
     for local in params:
+        local_state = view.state[local]
+        param = view.wholes[local]
         for key in keys:
             # State that the rule has added to the view, such as the step count of LAMB, has no shards.
-            if key not in view.state[local]:
-                states = optimizer.state_lists([view.wholes[local]], key)
-                view.state[local][key] = local_shard(states[0][0])
+            if key not in local_state:
+                (states,) = optimizer.state_lists([param], key)
+                local_state[key] = local_shard(states[0])
+
     lists = []
     for key in keys:
         lists.append([view.state[local][key] for local in params])

@@ -34,7 +34,8 @@ def add_scaled_(tensors: list[Tensor], addends: list[Tensor], factor: float | Te
     `factor` may be a 0-dim tensor on their device.
     """
     if isinstance(factor, Tensor):
-        torch._foreach_add_(tensors, torch._foreach_mul(addends, factor))
+        scaled_addends = torch._foreach_mul(addends, factor)
+        torch._foreach_add_(tensors, scaled_addends)
     else:
         torch._foreach_add_(tensors, addends, alpha=factor)
 
@@ -42,16 +43,20 @@ def add_scaled_(tensors: list[Tensor], addends: list[Tensor], factor: float | Te
 def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     """Yield large CPU tensors block by block, so that temporaries stay small.
 
-    If each list holds one large CPU tensor, views of its blocks are yielded one after the other. Otherwise the lists
-    are yielded once, unchanged. Tensors at the same index must have equal shapes.
+    If each list holds one large CPU tensor, lists with a view of one block each are yielded, block after block.
+    Otherwise the lists are yielded once, unchanged. Tensors at the same index must have equal shapes.
     """
     if not _is_cut(lists):
         yield list(lists)
         return
-    size = block_numel()
-    first = lists[0][0]
-    block_iterators = [flattened(tensors[0], first).split(size) for tensors in lists]
-    for blocks in zip(*block_iterators, strict=True):
+
+    block_size = block_numel()
+    first_tensor = lists[0][0]
+    blocks_of_tensors = []
+    for tensors in lists:
+        flat = flattened(tensors[0], like=first_tensor)
+        blocks_of_tensors.append(flat.split(block_size))
+    for blocks in zip(*blocks_of_tensors, strict=True):
         yield [[block] for block in blocks]
 
 
@@ -60,11 +65,17 @@ def _is_cut(lists: tuple[list[Tensor], ...]) -> bool:
     # While torch.compile traces they are not split, because it would unroll the blocks into its graph.
     if torch.compiler.is_compiling():
         return False
-    first = lists[0][0]
-    if len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= block_numel():
+
+    first_list = lists[0]
+    first_tensor = first_list[0]
+    is_single = len(first_list) == 1
+    is_on_cpu = first_tensor.device.type == "cpu"
+    is_large = first_tensor.numel() > block_numel()
+    if not (is_single and is_on_cpu and is_large):
         return False
     # Blocks are ranges of memory, so they correspond only if all tensors have the same memory order.
-    return is_dense([tensors[0] for tensors in lists])
+    corresponding_tensors = [tensors[0] for tensors in lists]
+    return is_dense(corresponding_tensors)
 
 
 def block_numel() -> int:
@@ -80,7 +91,9 @@ def scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -
     multiplier: Any = factors
     if isinstance(factors, Tensor) and factors.dim() == 1:
         multiplier = factors.unbind()
+
     if tensors is keep:
-        return list(torch._foreach_mul(tensors, multiplier))
+        products = torch._foreach_mul(tensors, multiplier)
+        return list(products)
     torch._foreach_mul_(tensors, multiplier)
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -34,6 +35,15 @@ NUM_ITERATIONS = 5
 _BATCH = 1 << 24
 
 
+@dataclass(frozen=True)
+class _Matrix:
+    """Parameter whose momentum is orthogonalised, with its gradient and its parameter group."""
+
+    param: Tensor
+    grad: Tensor
+    group: dict[str, Any]
+
+
 class OrthogonalStep(LayerwiseOptimizer):
     """Base class of `LARS` that implements the step of groups with `direction="orthogonal"`.
 
@@ -51,23 +61,15 @@ class OrthogonalStep(LayerwiseOptimizer):
 
         Collective: every rank of `work_group` must call it, in the same order.
         """
-        # All tensors are processed together, so that ranks can share the work and equal shapes are multiplied as a
-        # batch.
         self._orthogonal = {}
-        batches: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = {}
-        for group in self.param_groups:
-            if group["direction"] != "orthogonal":
-                continue
-            for _, (param, grad) in dense_gradients(group):
-                if is_matrix(param):
-                    key = (param.device, state_dtype(param.dtype), is_together(group, param))
-                    batches.setdefault(key, []).append((param, grad, group))
-
-        for (device, dtype, together), batch in batches.items():
-            params = [param for param, _, _ in batch]
+        # Matrices of all groups are processed together, so that ranks can share the work and equal shapes are
+        # multiplied as a batch.
+        matrices_by_key = self._matrices_to_orthogonalize()
+        for (device, dtype, together), matrices in matrices_by_key.items():
+            params = [matrix.param for matrix in matrices]
             directions = orthogonalized_all(
                 [param.shape for param in params],
-                partial(self._moment_of, batch),
+                partial(self._moment_of, matrices),
                 dtype=dtype,
                 device=device,
                 together=together,
@@ -75,9 +77,23 @@ class OrthogonalStep(LayerwiseOptimizer):
             )
             self._orthogonal.update(zip(params, directions, strict=True))
 
-    def _moment_of(self, batch: list[tuple[Tensor, Tensor, dict[str, Any]]], index: int) -> Tensor:
-        param, grad, group = batch[index]
-        moments, _ = self._moments(group, [param], [grad])
+    def _matrices_to_orthogonalize(self) -> dict[Any, list[_Matrix]]:
+        """Return the matrices of all groups with `direction="orthogonal"`, by device, dtype and `together`."""
+        matrices: dict[Any, list[_Matrix]] = {}
+        for group in self.param_groups:
+            if group["direction"] != "orthogonal":
+                continue
+            for _, (param, grad) in dense_gradients(group):
+                if not is_matrix(param):
+                    continue
+                key = (param.device, state_dtype(param.dtype), is_together(group, param))
+                matrices.setdefault(key, []).append(_Matrix(param, grad, group))
+        return matrices
+
+    def _moment_of(self, matrices: list[_Matrix], index: int) -> Tensor:
+        """Return the tensor to orthogonalise for one parameter."""
+        matrix = matrices[index]
+        moments, _ = self._moments(matrix.group, [matrix.param], [matrix.grad])
         return moments[0]
 
     def _moments(
@@ -85,20 +101,27 @@ class OrthogonalStep(LayerwiseOptimizer):
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return the tensors to orthogonalise, and the new momentum buffers (None without momentum).
 
+            g = gradient + weight_decay * weight
+            buffer <- momentum * buffer + g
+            moment  = buffer,   or   g + momentum * buffer   with Nesterov momentum
+
         No state is changed.
         """
-        weights = as_dtype(params, state_dtype(params[0].dtype))
-        scaling = self._scaling.to(params[0].device)
+        first_param = params[0]
+        weights = as_dtype(params, state_dtype(first_param.dtype))
+        scaling = self._scaling.to(first_param.device)
         directions = decayed_gradients(weights, grads, group=group, scaling=scaling)
-        if group["momentum"] == 0:
+        momentum = group["momentum"]
+        if momentum == 0:
             return directions, None
+
         (buffers,) = self.state_lists(params, "momentum_buffer")
-        new_buffers = list(torch._foreach_mul(buffers, group["momentum"]))
+        new_buffers = list(torch._foreach_mul(buffers, momentum))
         torch._foreach_add_(new_buffers, directions)
         if not group["nesterov"]:
             return new_buffers, new_buffers
-        moments = list(torch._foreach_add(directions, new_buffers, alpha=group["momentum"]))
-        return moments, new_buffers
+        moments = torch._foreach_add(directions, new_buffers, alpha=momentum)
+        return list(moments), new_buffers
 
     def _orthogonal_update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -126,37 +149,41 @@ class OrthogonalStep(LayerwiseOptimizer):
 
         The learning rate is not applied yet.
         """
+        directions = self._directions_of(params, moments)
+        if not group["trust_ratio"]:
+            factors = []
+            for direction, moment in zip(directions, moments, strict=True):
+                factor = 1.0
+                if direction is not moment:
+                    factor = _muon_factor(direction)
+                factors.append(factor)
+            return list(torch._foreach_mul(directions, factors))
+
+        weight_norms = tensor_norms(params)
+        direction_norms = tensor_norms(directions)
+        ratios = trust_ratio(
+            weight_norms, direction_norms, trust_coefficient=group["trust_coefficient"]
+        )
+        # If a norm is zero, the ratio is 1, and the step is the momentum itself, as with direction="momentum".
+        is_nonzero = (weight_norms > 0).unbind()
+        directions = list(map(torch.where, is_nonzero, directions, moments))
+        ratios = ratios.to(directions[0].dtype)
+        return list(torch._foreach_mul(directions, ratios.unbind()))
+
+    def _directions_of(self, params: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
+        """Return the orthogonalised momentum of matrices, and the momentum of other tensors."""
         directions = []
         for param, moment in zip(params, moments, strict=True):
-            # Tensors that are not matrices are updated along their momentum.
             direction = moment
             if param in self._orthogonal:
                 direction = self._orthogonal[param].to(moment.dtype)
             directions.append(direction)
-
-        if group["trust_ratio"]:
-            weight_norms = tensor_norms(params)
-            direction_norms = tensor_norms(directions)
-            ratios = trust_ratio(
-                weight_norms, direction_norms, trust_coefficient=group["trust_coefficient"]
-            )
-            # If a norm is zero, the ratio is 1, and the step is the momentum itself, as with direction="momentum".
-            is_nonzero = (weight_norms > 0).unbind()
-            directions = list(map(torch.where, is_nonzero, directions, moments))
-            return list(torch._foreach_mul(directions, ratios.to(directions[0].dtype).unbind()))
-
-        sizes = []
-        for direction, moment in zip(directions, moments, strict=True):
-            size = 1.0
-            if direction is not moment:
-                size = _muon_size(direction)
-            sizes.append(size)
-        return list(torch._foreach_mul(directions, sizes))
+        return directions
 
 
-def _muon_size(step: Tensor) -> float:
+def _muon_factor(matrix: Tensor) -> float:
     """Return the factor sqrt(max(1, rows / columns)) by which `torch.optim.Muon` scales a matrix."""
-    rows_per_column = step.shape[0] ** 2 / step.numel()
+    rows_per_column = matrix.shape[0] ** 2 / matrix.numel()
     return float(max(1.0, rows_per_column) ** 0.5)
 
 
@@ -172,12 +199,15 @@ def refuse_part(part: Part) -> NoReturn:
 def is_matrix(tensor: Tensor) -> bool:
     """Return whether a tensor, flattened to a matrix, has more than one row and more than one column.
 
-    Only the direction of such a tensor is changed by orthogonalisation. The first dimension counts the rows.
+    Orthogonalisation changes only the direction of such tensors. The first dimension counts the rows.
 
     >>> [is_matrix(torch.zeros(shape)) for shape in [(2, 3), (8, 3, 5, 5), (4,), (1, 4), (4, 1, 1, 1), (0, 3)]]
     [True, True, False, False, False, False]
     """
-    return tensor.dim() >= 2 and tensor.shape[0] > 1 and tensor.numel() > tensor.shape[0]
+    if tensor.dim() < 2:
+        return False
+    num_rows = tensor.shape[0]
+    return num_rows > 1 and tensor.numel() > num_rows
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -199,7 +229,8 @@ def num_flops(shape: Sequence[int]) -> int:
     >>> num_flops((512, 512, 3, 3)) == 5 * (4 * 512**2 * 4608 + 2 * 512**3)
     True
     """
-    rows, columns = sorted((shape[0], torch.Size(shape[1:]).numel()))
+    num_columns = torch.Size(shape[1:]).numel()
+    rows, columns = sorted((shape[0], num_columns))
     flops_per_iteration = 4 * rows**2 * columns + 2 * rows**3
     return NUM_ITERATIONS * flops_per_iteration
 
@@ -227,12 +258,13 @@ def orthogonalized(*tensors: Tensor) -> list[Tensor]:
     shape = tensors[0].shape
     # `flatten` uses the order of the dimensions, so a channels_last kernel gives the same matrix.
     matrices = torch.stack([tensor.flatten(1) for tensor in tensors])
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    if is_tall:
+    num_rows, num_columns = matrices.shape[1:]
+    if num_rows > num_columns:
         results = _iterate(matrices.mT).mT
     else:
         results = _iterate(matrices)
-    return [result.reshape(shape) for result in results.to(result_dtype(tensors[0].dtype))]
+    results = results.to(result_dtype(tensors[0].dtype))
+    return [result.reshape(shape) for result in results]
 
 
 def orthogonalized_all(
@@ -300,12 +332,14 @@ def _exchange(
         if owner == rank:
             flat = torch.cat([results[index].reshape(-1) for index in indices])
         else:
-            sizes = [shapes[index].numel() for index in indices]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-            for index, received in zip(indices, flat.split(sizes), strict=True):
+            numels = [shapes[index].numel() for index in indices]
+            flat = torch.empty(sum(numels), dtype=dtype, device=device)
+            # The results are views of the tensor that the broadcast fills.
+            for index, received in zip(indices, flat.split(numels), strict=True):
                 results[index] = received.view(shapes[index])
         source = dist.get_global_rank(group, owner)
-        works.append(dist.broadcast(flat, src=source, group=group, async_op=True))
+        work = dist.broadcast(flat, src=source, group=group, async_op=True)
+        works.append(work)
     for work in works:
         work.wait()
 
@@ -354,11 +388,14 @@ def _batches(
 def _iterate(matrices: Tensor) -> Tensor:
     """Run the Newton-Schulz iterations on a batch of matrices.
 
+        G = X X',   P = b G + c G G,   X <- a X + P X
+
     The shape is (matrix, row, column), with no more rows than columns.
     """
     # The matrices are scaled twice, because squares of very small or large elements would exceed the range of float32.
+    tiny = torch.finfo(matrices.dtype).tiny  # avoids a division of zeros by zero
     largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
-    iterate = matrices / largest.clamp(min=torch.finfo(matrices.dtype).tiny)
+    iterate = matrices / largest.clamp(min=tiny)
     norms = torch.linalg.vector_norm(iterate, dim=(1, 2), keepdim=True)
     iterate = iterate / norms.clamp(min=1.0)  # A norm is below 1 only for a matrix of zeros.
     if iterate.device.type != "cpu" and iterate.dtype != torch.float64:

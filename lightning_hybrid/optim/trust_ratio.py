@@ -49,9 +49,10 @@ def trust_ratio(
     tensor([1., 1.])
     """
     denominator = update_norm + weight_decay * weight_norm + eps
-    defined = (weight_norm > 0) & (update_norm > 0)
+    is_nonzero = (weight_norm > 0) & (update_norm > 0)
+    ratio = trust_coefficient * weight_norm / denominator
     # `where` replaces the inf or nan of a division by zero.
-    return torch.where(defined, trust_coefficient * weight_norm / denominator, 1.0)
+    return torch.where(is_nonzero, ratio, 1.0)
 
 
 def require_bounds(bounds: Any) -> None:
@@ -113,12 +114,14 @@ def norm_in_rows(tensor: Tensor) -> Tensor:
     """
     norms = []
     for chunk in tensor.split(_CHUNK):
-        # The remaining elements are fewer than one row, so their sum is as accurate.
         num_in_rows = chunk.numel() // _ROW * _ROW
         rows = chunk[:num_in_rows].view(-1, _ROW)
-        tail = chunk[num_in_rows:]
         norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
-        norms.append(torch.linalg.vector_norm(tail, dtype=torch.float32).view(1))
+
+        # The remaining elements are fewer than one row, so their sum is as accurate.
+        remainder = chunk[num_in_rows:]
+        norm_of_remainder = torch.linalg.vector_norm(remainder, dtype=torch.float32)
+        norms.append(norm_of_remainder.view(1))
     return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
 
 
@@ -191,11 +194,15 @@ def norms_over_ranks(
     message = torch.stack(addends)
     add_up_(message)
 
-    norms = iter(message[1:].sqrt().unbind())
+    norms = message[1:].sqrt().unbind()
     norms_of_params: dict[Tensor, list[Tensor]] = {}
+    begin = 0
     for param, vectors_of_param in vectors.items():
-        norms_of_params[param] = [next(norms).to(param.device) for _ in vectors_of_param]
-    return norms_of_params, (message[0] > 0).float()
+        end = begin + len(vectors_of_param)
+        norms_of_params[param] = [norm.to(param.device) for norm in norms[begin:end]]
+        begin = end
+    found_inf_on_any_rank = message[0] > 0
+    return norms_of_params, found_inf_on_any_rank.float()
 
 
 def _sum_of_squares(vector: ShardedVector) -> Tensor:
@@ -203,18 +210,14 @@ def _sum_of_squares(vector: ShardedVector) -> Tensor:
 
     Elements are summed in float32 rows or in float64, as `tensor_norms` does for the full vector.
     """
-    part = vector.part
-    numel_of_last_block = part.numel
-    if vector.is_in_blocks:
-        numel_of_last_block = 1 + (part.numel - 1) % block_numel()
-    numel_before = part.numel - numel_of_last_block
-
     norms = []
-    begin = part.begin
+    begin = vector.part.begin
     for piece in vector.pieces:
-        end_of_rows = numel_in_rows(numel_before, piece.dtype)
-        end_of_rows += numel_in_rows(numel_of_last_block, piece.dtype)
-        num_in_rows = min(max(end_of_rows - begin, 0), piece.numel())
+        end = begin + piece.numel()
+        end_of_rows = _end_of_rows(vector, piece.dtype)
+        num_in_rows = max(0, min(end, end_of_rows) - begin)
+        begin = end
+
         flat = flattened(piece, piece).contiguous()
         in_rows = flat[:num_in_rows]
         exact = flat[num_in_rows:]
@@ -222,5 +225,17 @@ def _sum_of_squares(vector: ShardedVector) -> Tensor:
             norms.append(norm_in_rows(in_rows))
         if exact.numel():
             norms.append(torch.linalg.vector_norm(exact, dtype=torch.float64))
-        begin += piece.numel()
     return torch.stack(norms).square().sum()
+
+
+def _end_of_rows(vector: ShardedVector, dtype: torch.dtype) -> int:
+    """Return the index up to which a single rank would sum the full vector in float32 rows.
+
+    It would sum the elements after this index in float64.
+    """
+    numel = vector.part.numel
+    if not vector.is_in_blocks:
+        return numel_in_rows(numel, dtype)
+    numel_of_last_block = 1 + (numel - 1) % block_numel()
+    numel_before = numel - numel_of_last_block
+    return numel_in_rows(numel_before, dtype) + numel_in_rows(numel_of_last_block, dtype)

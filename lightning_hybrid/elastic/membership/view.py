@@ -67,11 +67,13 @@ class View:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Names of the hosts, in the order in which they joined the run."""
-        return tuple(dict.fromkeys(member.host for member in self.members))
+        distinct_hosts = dict.fromkeys(member.host for member in self.members)
+        return tuple(distinct_hosts)
 
     def rank_of(self, member_id: str) -> int:
         """Return the rank of a member in this view."""
-        return [member.id for member in self.members].index(member_id)
+        member_ids = [member.id for member in self.members]
+        return member_ids.index(member_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,10 @@ class Settings:
 
         The socket is closed when its process exits.
         """
-        words = "\n".join([str(os.getuid()), self.host, self.token, *self.meet])
-        return "\0lightning-hybrid-" + hashlib.sha256(words.encode()).hexdigest()[:32]
+        user_id = str(os.getuid())
+        identity = "\n".join([user_id, self.host, self.token, *self.meet])
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        return "\0lightning-hybrid-" + digest[:32]
 
 
 def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
@@ -130,17 +134,23 @@ def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
     >>> key, name_of(key), address_of(key), is_arbiter(key)
     ('node7@10.0.0.7:41233#0.3fa9', 'node7', '10.0.0.7:41233', True)
     """
-    return f"{name}@{address}#{'-' if place is None else place}.{nonce}"
+    meet_index = "-"
+    if place is not None:
+        meet_index = str(place)
+    return f"{name}@{address}#{meet_index}.{nonce}"
 
 
 def name_of(host: str) -> str:
     """Extract the host name from a host's key."""
-    return host.rpartition("@")[0]
+    name, _, _ = host.rpartition("@")
+    return name
 
 
 def address_of(host: str) -> str:
     """Extract the address "ip:port" from a host's key."""
-    return host.rpartition("@")[2].partition("#")[0]
+    _, _, address_and_suffix = host.rpartition("@")
+    address, _, _ = address_and_suffix.partition("#")
+    return address
 
 
 def differing_parts(token: str, other: str) -> tuple[str, str]:
@@ -156,27 +166,38 @@ def differing_parts(token: str, other: str) -> tuple[str, str]:
     other_parts = other.split("; ")
     if len(parts) != len(other_parts):
         return token, other
-    differing = [pair for pair in zip(parts, other_parts, strict=True) if pair[0] != pair[1]]
-    return "; ".join(part for part, _ in differing), "; ".join(part for _, part in differing)
+    differing = []
+    other_differing = []
+    for part, other_part in zip(parts, other_parts, strict=True):
+        if part != other_part:
+            differing.append(part)
+            other_differing.append(other_part)
+    return "; ".join(differing), "; ".join(other_differing)
 
 
 def is_arbiter(host: str) -> bool:
     """Return whether a host is the arbiter, which listens at the first address and breaks ties in votes."""
-    return host.rpartition("#")[2].startswith("0.")
+    _, _, index_and_nonce = host.rpartition("#")
+    return index_and_nonce.startswith("0.")
 
 
 def names_of(hosts: Sequence[str]) -> str:
     """Format the names of several hosts for error messages."""
-    return ("host " if len(hosts) == 1 else "hosts ") + ", ".join(map(name_of, hosts))
+    noun = "hosts"
+    if len(hosts) == 1:
+        noun = "host"
+    names = ", ".join(map(name_of, hosts))
+    return f"{noun} {names}"
 
 
 def members_of(hosts: Sequence[str], ranks_per_host: int) -> tuple[Member, ...]:
     """Create a `Member` for each rank of the given hosts, in the order used by membership views."""
-    return tuple(
-        Member(f"{host}/{local}", name_of(host), local, address_of(host))
-        for host in hosts
-        for local in range(ranks_per_host)
-    )
+    members = []
+    for host in hosts:
+        for local in range(ranks_per_host):
+            member_id = f"{host}/{local}"
+            members.append(Member(member_id, name_of(host), local, address_of(host)))
+    return tuple(members)
 
 
 # Kinds of loss after which a host certainly does not vote: its process has died, or it has sent a goodbye. A host that
@@ -200,13 +221,17 @@ def who_hear_each_other(
     >>> who_hear_each_other([], ["a", "b", "c"], {"b": {"c": "silent"}})
     ['a', 'b']
     """
-    kept = list(first)
+    selected = list(first)
     for host in others:
-        if not any(
-            host in lost.get(kept_host, ()) or kept_host in lost.get(host, ()) for kept_host in kept
-        ):
-            kept.append(host)
-    return kept
+        lost_by_host = lost.get(host, {})
+        can_reach_all = True
+        for selected_host in selected:
+            lost_by_selected = lost.get(selected_host, {})
+            if host in lost_by_selected or selected_host in lost_by_host:
+                can_reach_all = False
+        if can_reach_all:
+            selected.append(host)
+    return selected
 
 
 def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str, str]) -> bool:
@@ -222,11 +247,14 @@ def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str,
     >>> have_the_votes([a], [a, b], {b: "silent"}), have_the_votes([a], [a, b, c], {b: "closed", c: "silent"})
     (True, False)
     """
-    if all(lost.get(host) in FOR_SURE for host in hosts if host not in kept):
+    missing = [host for host in hosts if host not in kept]
+    if all(lost.get(host) in FOR_SURE for host in missing):
         return True
-    votes = [host for host in hosts if host in kept]
-    is_half = 2 * len(votes) == len(hosts)
-    return 2 * len(votes) > len(hosts) or (is_half and any(map(is_arbiter, votes)))
+
+    voters = [host for host in hosts if host in kept]
+    if 2 * len(voters) == len(hosts):
+        return any(is_arbiter(host) for host in voters)
+    return 2 * len(voters) > len(hosts)
 
 
 def who_takes_from_whom(committed: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -242,14 +270,26 @@ def who_takes_from_whom(committed: Mapping[str, Sequence[int]]) -> dict[str, Any
     >>> found["target"], found["donors"], len(found["behind"])
     (4, ['a@x:1#0.1/1', 'a@x:1#0.1/1'], 3)
     """
-    num_local = len(next(iter(committed.values())))
-    steps = [step for of_host in committed.values() for step in of_host]
-    ranks = members_of(list(committed), num_local)
+    first_steps = next(iter(committed.values()))
+    ranks_per_host = len(first_steps)
+    members = members_of(list(committed), ranks_per_host)
+    steps: list[int] = []
+    for steps_of_host in committed.values():
+        steps.extend(steps_of_host)
+
     target = max(steps)
-    ahead = [rank for rank, step in zip(ranks, steps, strict=True) if step == target]
-    of_local = ([rank for rank in ahead if rank.local == local] for local in range(num_local))
-    return {
-        "target": target,
-        "donors": [(fitting or ahead)[0].id for fitting in of_local],
-        "behind": [rank.id for rank, step in zip(ranks, steps, strict=True) if step < target],
-    }
+    ahead = []
+    behind = []
+    for member, step in zip(members, steps, strict=True):
+        if step == target:
+            ahead.append(member)
+        else:
+            behind.append(member.id)
+
+    donors = []
+    for local in range(ranks_per_host):
+        # Any member with the state of the target can send it if there is none with the same local rank.
+        of_same_local_rank = [member for member in ahead if member.local == local]
+        candidates = of_same_local_rank or ahead
+        donors.append(candidates[0].id)
+    return {"target": target, "donors": donors, "behind": behind}

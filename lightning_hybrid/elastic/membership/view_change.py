@@ -63,6 +63,7 @@ class ViewChange:
         self._clear()
 
     def _clear(self) -> None:
+        """Reset everything that belongs to a single view change."""
         self.committed: dict[int, int] = {}  # completed steps of each waiting rank, by local rank
         self.readies: dict[str, Message] = {}
         self.offers: dict[str, Message] = {}
@@ -79,17 +80,19 @@ class ViewChange:
         Args:
             run: Unique name of the run.
         """
-        self.run = self.run or run
+        if not self.run:
+            self.run = run
         self._advance()
 
     def join(self, host: str, committed: list[int]) -> None:
         """Add a reachable host to the list of hosts that wait for the next membership view."""
         known_hosts = {*self.candidates(), *self.left_out, *self.lobby}
-        if host not in known_hosts and self.lost.get(host) not in FOR_SURE:
-            self.lost.pop(host, None)
-            self.lobby[host] = committed
-            self._admit()
-            self._advance()
+        if host in known_hosts or self.lost.get(host) in FOR_SURE:
+            return
+        self.lost.pop(host, None)
+        self.lobby[host] = committed
+        self._admit()
+        self._advance()
 
     def come(self, local: int, committed: int, store: str = "") -> None:
         """Record that a rank of this host waits for the next membership view.
@@ -100,7 +103,8 @@ class ViewChange:
             store: "ip:port" of a new TCP store, if the rank is the first rank.
         """
         self.committed[local] = committed
-        self.store = store or self.store
+        if store:
+            self.store = store
         if not self.has_ended:
             self.end_view(f"an all-reduce failed on host {name_of(self.me)}")
         self._advance()
@@ -148,33 +152,57 @@ class ViewChange:
             self.lose(sender, "left", message["why"])
         elif kind == "propose" and not self.run:
             self.offers[sender] = message
-        elif message["run"] != self.run and (self.run or kind != "ready"):
+        elif self._is_of_other_run(message):
             if kind in ("propose", "ready"):  # this host has found another run in the meantime
                 self._send([sender], kind="bye", why="")
-        elif kind == "excluded" and message["number"] > self.number:
-            self._isolate(
-                f"{names_of(message['hosts'])} continue without this host: {message['why']}"
-            )
+        else:
+            self._receive_in_run(sender, message)
+        self._advance()
+
+    def _is_of_other_run(self, message: Message) -> bool:
+        """Return whether a message belongs to another run than this host's."""
+        if message["run"] == self.run:
+            return False
+        # A host without a run can enter the sender's run by a `ready` message (see `_concerns`).
+        return bool(self.run) or message["kind"] != "ready"
+
+    def _receive_in_run(self, sender: str, message: Message) -> None:
+        """Process a message of another host of the same run."""
+        kind = message["kind"]
+        if kind == "excluded" and message["number"] > self.number:
+            others = names_of(message["hosts"])
+            self._isolate(f"{others} continue without this host: {message['why']}")
         elif kind == "stop" and message["number"] == self.number:
             self.end_view(message["why"])
-        elif kind in ("ready", "propose") and self._concerns(sender, message):
-            self._merge(message)
-            if message["number"] == self.number and not self.is_over:
-                if kind == "propose":
-                    self.offers[sender] = message
-                else:
-                    self.readies[sender] = message
-                    if not self.has_ended:
-                        self.end_view(f"host {name_of(sender)} has ended it")
+        elif kind in ("ready", "propose"):
+            self._receive_state(sender, message)
         elif kind == "accept" and self.proposal and message["number"] == self.proposal["to"]:
             self.accepts = sorted({*self.accepts, sender})
         elif kind == "install" and message["number"] > self.number:
-            is_accepted = bool(self.accepted) and self.accepted["to"] == message["number"]
-            if is_accepted and self.promised == message["number"]:
-                self._install(self.accepted)
-            else:  # this host has accepted a later proposal in the meantime
-                self._learn(message["number"], message["hosts"])
-        self._advance()
+            self._receive_install(message)
+
+    def _receive_state(self, sender: str, message: Message) -> None:
+        """Process a `ready` or `propose` message, which contains the sender's knowledge of the run."""
+        if not self._concerns(sender, message):
+            return
+        self._merge(message)
+        if message["number"] != self.number or self.is_over:
+            return
+        if message["kind"] == "propose":
+            self.offers[sender] = message
+            return
+        self.readies[sender] = message
+        if not self.has_ended:
+            self.end_view(f"host {name_of(sender)} has ended it")
+
+    def _receive_install(self, message: Message) -> None:
+        """Install the accepted proposal, or record that other hosts have installed a later one."""
+        number = message["number"]
+        is_accepted = bool(self.accepted) and self.accepted["to"] == number
+        if is_accepted and self.promised == number:
+            self._install(self.accepted)
+        else:  # this host has accepted a later proposal in the meantime
+            self._learn(number, message["hosts"])
 
     # ---- knowledge ---------------------------------------------------------------------------------------------------
 
@@ -208,13 +236,15 @@ class ViewChange:
             if number > self.number and self.me in hosts and sender in hosts:
                 is_known = True
         if is_known:
-            self.run = self.run or message["run"]
+            if not self.run:
+                self.run = message["run"]
             return True
         if message["number"] < self.number and self.has_had_view:
             self._exclude([sender], self.number, self.hosts)
         return False
 
     def _merge(self, message: Message) -> None:
+        """Add the sender's knowledge of views, proposals and lost hosts to that of this host."""
         self._learn(message["number"], message["hosts"])
         for number, proposer, hosts in message["attempts"]:
             # Proposals of this host are not valid until it has installed them.
@@ -227,16 +257,25 @@ class ViewChange:
 
     def _learn(self, number: int, hosts: list[str]) -> None:
         """Record that at least one host has entered a membership view, and discard earlier proposals."""
-        if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
+        if number <= self.number:
+            return
+        knows_a_view = bool(self.hosts or self.attempts)
+        if knows_a_view and self.me not in hosts:
             self._isolate(f"{names_of(hosts)} continue without this host")
-        elif number > self.number:
-            self.number = number
-            self.hosts = hosts
-            self.top = max(self.top, number)
-            self.attempts = {key: value for key, value in self.attempts.items() if key[0] > number}
-            self.readies = {}  # they belong to an earlier change
+            return
+
+        self.number = number
+        self.hosts = hosts
+        self.top = max(self.top, number)
+        self.readies = {}  # they belong to an earlier change
+        later_attempts = {}
+        for (attempt_number, proposer), attempted_hosts in self.attempts.items():
+            if attempt_number > number:
+                later_attempts[attempt_number, proposer] = attempted_hosts
+        self.attempts = later_attempts
 
     def _ready(self) -> Message:
+        """Return the message with which this host tells the others that all of its ranks wait for a view."""
         committed = [self.committed[local] for local in range(self._ranks_per_host)]
         if self.hosts and not self.has_had_view:
             # This host joins, so its state is not the state of the run.
@@ -249,6 +288,7 @@ class ViewChange:
         return {"kind": "ready", **self._state(), "lost": lost, "committed": committed}
 
     def _state(self) -> Message:
+        """Return the knowledge of the run that `ready` and `propose` messages contain."""
         attempts = [[*key, self.attempts[key]] for key in sorted(self.attempts)]
         return {
             "run": self.run,
@@ -260,6 +300,7 @@ class ViewChange:
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
+        """Take the next step of the view change that is possible now, if any."""
         if self.is_over or len(self.committed) < self._ranks_per_host:
             return
         if not self.run and not self._enter_offered_run():
@@ -278,38 +319,55 @@ class ViewChange:
     def _enter_offered_run(self) -> bool:
         """Enter the run of the first host that has offered a view, and return False if there is none."""
         for sender, offer in self.offers.items():
-            if sender not in self.lost:
-                self.run = offer["run"]
-                attempt = [offer["to"], sender, offer["next"]]
-                self._merge({**offer, "attempts": [*offer["attempts"], attempt]})
-                return True
+            if sender in self.lost:
+                continue
+            self.run = offer["run"]
+            # The offered view counts as an attempt of its sender.
+            attempt = [offer["to"], sender, offer["next"]]
+            attempts = [*offer["attempts"], attempt]
+            self._merge({**offer, "attempts": attempts})
+            return True
         return False
 
     def _accept(self, head: str) -> None:
+        """Accept the proposal of the head, or answer it with `ready` if this host cannot accept it."""
         offer = self.offers.pop(head, None)
         if offer is None:
             return
-        is_late = offer["to"] <= max(self.promised, self.number) or offer["number"] < self.number
-        # Attempts that the proposer made itself and left out are void. It must know all attempts of other hosts.
-        heard = {key for key in self.attempts if key[1] == head}
-        for number, proposer, _ in offer["attempts"]:
-            heard.add((number, proposer))
-        if is_late or not heard.issuperset(self.attempts) or set(offer["next"]) & set(self.lost):
+        if not self._is_acceptable(offer, head):
             self._send([head], **self._ready())  # this informs the head what to propose
             return
+
         # Hosts that are left out are informed now and not at the installation, so that they know before they can see
         # other hosts exit.
         left_out = [host for host in self.candidates() if host not in offer["next"]]
         self._exclude(left_out, offer["to"], offer["next"])
-        self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
-        self.attempts[offer["to"], head] = offer["next"]
-        self.promised = offer["to"]
-        self.top = max(self.top, offer["to"])
+        self.attempts = {}
+        for attempt_number, proposer, hosts in offer["attempts"]:
+            self.attempts[attempt_number, proposer] = hosts
+        number = offer["to"]
+        self.attempts[number, head] = offer["next"]
+        self.promised = number
+        self.top = max(self.top, number)
         self.accepted = offer
-        self._send([head], kind="accept", number=offer["to"])
+        self._send([head], kind="accept", number=number)
         self._advance()
 
+    def _is_acceptable(self, offer: Message, head: str) -> bool:
+        """Return whether this host may accept a proposal of the head."""
+        latest_number = max(self.promised, self.number)
+        if offer["to"] <= latest_number or offer["number"] < self.number:
+            return False
+        # Attempts that the proposer made itself and left out are void. It must know all attempts of other hosts.
+        attempts_known_to_head = {key for key in self.attempts if key[1] == head}
+        for number, proposer, _ in offer["attempts"]:
+            attempts_known_to_head.add((number, proposer))
+        if not attempts_known_to_head.issuperset(self.attempts):
+            return False
+        return not any(host in self.lost for host in offer["next"])
+
     def _propose(self) -> None:
+        """Propose the next view, and install it once all of its hosts have accepted."""
         lost = {}
         for host, ready in self.readies.items():
             lost[host] = ready["lost"]
@@ -323,20 +381,25 @@ class ViewChange:
         wanted = {**self._state(), "next": kept + joining}
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
             self._send_proposal(wanted, kept, joining)
-        if {*self.accepts, self.me} >= set(wanted["next"]):
+        accepted_by = {*self.accepts, self.me}
+        if accepted_by.issuperset(wanted["next"]):
             self._install_on_all(wanted["next"])
 
     def _may_continue(self, kept: list[str]) -> bool:
         """Return whether the remaining hosts may form the next view, and isolate this host if not."""
         for hosts in [self.hosts, *self.attempts.values()]:
             if not have_the_votes(kept, hosts, self.lost):
-                silent = [host for host in hosts if host not in kept]
+                missing = [host for host in hosts if host not in kept]
                 self._isolate(
-                    f"{names_of(silent)} cannot be reached and may continue, but the reachable hosts are too few "
+                    f"{names_of(missing)} cannot be reached and may continue, but the reachable hosts are too few "
                     f"({names_of(kept)})"
                 )
                 return False
-        has_state = any(step >= 0 for host in kept for step in self.readies[host]["committed"])
+
+        committed: list[int] = []
+        for host in kept:
+            committed.extend(self.readies[host]["committed"])
+        has_state = any(step >= 0 for step in committed)
         if not has_state:
             self._isolate("no remaining host has the state of the run")
         return has_state
@@ -346,9 +409,10 @@ class ViewChange:
         # A host joins with the next proposal, but not in the middle of a proposal.
         candidates = self.proposal.get("next", self._admissible(kept))
         waiting = [host for host in candidates if host in self.lobby]
-        room = self._max_hosts - len(kept)
-        hosts = who_hear_each_other(kept, waiting[:room], lost)
-        return hosts[len(kept) :]
+        num_kept = len(kept)
+        num_free = self._max_hosts - num_kept
+        hosts = who_hear_each_other(kept, waiting[:num_free], lost)
+        return hosts[num_kept:]
 
     def _send_proposal(self, wanted: Message, kept: list[str], joining: list[str]) -> None:
         """Propose the next view to its hosts, with a new number."""
@@ -389,6 +453,7 @@ class ViewChange:
         self._install(self.proposal)
 
     def _install(self, proposal: Message) -> None:
+        """Enter a proposed view, and end it at once if a host has been lost in the meantime."""
         self._clear()
         self._learn(proposal["to"], proposal["next"])
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
@@ -399,13 +464,17 @@ class ViewChange:
         self.out.append(("view", proposal))
         # If there are attempts, other hosts have already seen a loss.
         if self.lost or self.attempts:
-            lost_hosts = [f"{name_of(host)} went" for host in self.lost]
-            reason = " and ".join(lost_hosts) or "a host went"
+            losses = [f"{name_of(host)} went" for host in self.lost]
+            if not losses:
+                losses = ["a host went"]
+            reason = " and ".join(losses)
             self.end_view(f"{reason} meanwhile")
         self._admit()
 
     def _admissible(self, hosts: Iterable[str]) -> list[str]:
-        return [host for host in self.lobby if name_of(host) not in map(name_of, hosts)]
+        """Return the hosts in the lobby whose names differ from those of the given hosts."""
+        names = {name_of(host) for host in hosts}
+        return [host for host in self.lobby if name_of(host) not in names]
 
     def _admit(self) -> None:
         """End the membership view if a host waits to join and there is room for another host."""
@@ -419,6 +488,7 @@ class ViewChange:
             self.end_view(f"{names_of(waiting)} joins")
 
     def _exclude(self, hosts: list[str], number: int, others: list[str]) -> None:
+        """Inform hosts that the next view, which consists of `others`, leaves them out."""
         self._send(
             hosts,
             kind="excluded",
@@ -428,10 +498,12 @@ class ViewChange:
         )
 
     def _isolate(self, why: str) -> None:
+        """Leave the run, because this host must not continue."""
         self.leave(f"host {name_of(self.me)} is isolated")
         self.out.append(("isolated", why))
 
     def _send(self, to: list[str], /, **message: Any) -> None:
+        """Queue a message to each of the given hosts, except this one."""
         message.setdefault("run", self.run)
         for host in to:
             if host != self.me:

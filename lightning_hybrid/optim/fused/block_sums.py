@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.placement import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorBlocks:
+    """Blocks of one tensor that this rank holds, within the blocks of the full tensor.
+
+    Attributes:
+        num_local: Number of blocks that this rank holds.
+        num_before: Number of blocks of the full tensor before them.
+        num_whole: Number of blocks of the full tensor.
+        num_holders: Number of ranks that add the sums of the same blocks.
+    """
+
+    num_local: int
+    num_before: int
+    num_whole: int
+    num_holders: int
+
+    @classmethod
+    def of(cls, param: Tensor, part: Part | None, block: int) -> _TensorBlocks:
+        """Count the blocks of a shard, or of a full tensor if `part` is None."""
+        num_local = _count_blocks(param.numel(), block)
+        if part is None:
+            return cls(num_local=num_local, num_before=0, num_whole=num_local, num_holders=1)
+        return cls(
+            num_local=num_local,
+            num_before=_count_blocks(part.begin, block),
+            num_whole=_count_blocks(part.numel, block),
+            num_holders=part.num_holders,
+        )
 
 
 class BlockSums:
@@ -50,26 +81,21 @@ class BlockSums:
         self.num_blocks: list[int] = []
         self.first_blocks: list[int] = [0]
         global_indices: list[int] = []  # index of each local block among all blocks
-        replicated: list[int] = []  # local blocks of tensors that are not sharded
+        replicated: list[int] = []  # local indices of the blocks of tensors that are not sharded
         num_holders: list[int] = []  # number of ranks that add each local block
 
         for param, part in zip(params, parts, strict=True):
-            first_block = self.first_blocks[-1]
-            num_local_blocks = _count_blocks(param.numel(), block)
-            num_blocks = num_local_blocks
-            num_holders_of_part = 1
+            blocks = _TensorBlocks.of(param, part, block)
             if part is None:
                 first_local = len(global_indices)
-                replicated.extend(range(first_local, first_local + num_local_blocks))
-            else:
-                first_block += _count_blocks(part.begin, block)
-                num_blocks = _count_blocks(part.numel, block)
-                num_holders_of_part = part.num_holders
+                replicated.extend(range(first_local, first_local + blocks.num_local))
 
-            global_indices.extend(range(first_block, first_block + num_local_blocks))
-            num_holders.extend([num_holders_of_part] * num_local_blocks)
-            self.num_blocks.append(num_blocks)
-            self.first_blocks.append(self.first_blocks[-1] + num_blocks)
+            first_of_tensor = self.first_blocks[-1]
+            first_global = first_of_tensor + blocks.num_before
+            global_indices.extend(range(first_global, first_global + blocks.num_local))
+            num_holders.extend([blocks.num_holders] * blocks.num_local)
+            self.num_blocks.append(blocks.num_whole)
+            self.first_blocks.append(first_of_tensor + blocks.num_whole)
 
         device = local_sums.device
         self._local_sums = local_sums
@@ -77,14 +103,16 @@ class BlockSums:
         self._replicated = torch.tensor(replicated, dtype=torch.int64, device=device)
         self._replicated_global = self._global_indices.index_select(0, self._replicated)
         self._num_holders = torch.tensor(num_holders, dtype=torch.float64, device=device)
-        self.whole_sums = torch.zeros(
-            2, self.first_blocks[-1], dtype=local_sums.dtype, device=device
-        )
+
+        num_all_blocks = self.first_blocks[-1]
+        sums_dtype = local_sums.dtype
+        self.whole_sums = torch.zeros(2, num_all_blocks, dtype=sums_dtype, device=device)
 
     def message(self) -> Tensor:
         """Return this rank's block sums as a float64 tensor (2, blocks), with zeros for other ranks' blocks."""
         message = torch.zeros_like(self.whole_sums, dtype=torch.float64)
-        return message.index_copy_(1, self._global_indices, self._local_sums / self._num_holders)
+        addends = self._local_sums / self._num_holders
+        return message.index_copy_(1, self._global_indices, addends)
 
     def store_total(self, message: Tensor) -> None:
         """Store an all-reduced message in `whole_sums`."""
@@ -118,12 +146,16 @@ def add_up(
     device = found_inf.device
     messages = []
     for sums in block_sums:
-        messages.append(sums.message().to(device, non_blocking=True).flatten())
+        message_of_group = sums.message().to(device, non_blocking=True)
+        messages.append(message_of_group.flatten())
+
+    # The flag is sent with the sums, so that one all-reduce is enough.
     message = torch.cat([found_inf.double().view(1), *messages])
     add_up_(message)
 
-    sizes = [local_message.numel() for local_message in messages]
+    sizes = [message_of_group.numel() for message_of_group in messages]
     flag, *totals = message.split([1, *sizes])
     for sums, total in zip(block_sums, totals, strict=True):
         sums.store_total(total.view_as(sums.whole_sums))
-    return (flag.view(()) > 0).float()
+    has_found_inf = flag.view(()) > 0
+    return has_found_inf.float()

@@ -97,10 +97,10 @@ class FusedStep:
 
         If an engine cannot be built, a warning is raised once.
         """
-        device_types = {param.device.type for param in params}
-        return all(
-            device_type in cls.devices and has_kernels(device_type) for device_type in device_types
-        )
+        for device_type in {param.device.type for param in params}:
+            if device_type not in cls.devices or not has_kernels(device_type):
+                return False
+        return True
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
         """Prepare the update once all norms are known, and return the gradient scaling to use."""
@@ -120,11 +120,9 @@ class FusedStep:
         Returns:
             The scaling with the `found_inf` of this step, or None if a device has no kernels and nothing was done.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _params_of(optimizer)
         grads = [param.grad for param in params]
-        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-            for group in optimizer.param_groups:
-                list(dense_gradients(group))  # This call raises the error for sparse gradients.
+        _refuse_sparse(optimizer, grads)
         is_current = self._is_current(optimizer, params, grads)
         if not is_current and not self._rebuild(optimizer, params, grads):
             return None
@@ -134,19 +132,13 @@ class FusedStep:
 
         # All norms are computed before the first update, because an inf in any tensor skips the whole step.
         flags = self._compute_norms(grads, scaling, is_checked)
-        found_inf = scaling.found_inf
-        if is_checked and flags:
-            found_inf = _combine_flags(flags)
-            if optimizer.shard_sums is not None:
-                found_inf = optimizer.shard_sums.largest(found_inf)
-        if optimizer.parts and flags:
-            found_inf = self.add_block_sums(optimizer, found_inf)
-        if found_inf is not scaling.found_inf:
-            scaling = GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
+        if flags:
+            scaling = self._combine_over_ranks(optimizer, scaling, flags, is_checked)
 
         update_scaling = self.before_update(optimizer, scaling)
         for tensors in self._tensor_groups:
-            tensors.engine.write_update(tensors.options, update_scaling.to(tensors.device))
+            device_scaling = update_scaling.to(tensors.device)
+            tensors.engine.write_update(tensors.options, device_scaling)
         return scaling
 
     def _compute_norms(
@@ -175,6 +167,28 @@ class FusedStep:
             flags.append(flag)
         return flags
 
+    def _combine_over_ranks(
+        self, optimizer: Any, scaling: GradScaling, flags: Sequence[Tensor], is_checked: bool
+    ) -> GradScaling:
+        """Combine the flags of all tensor groups, and the flags and block sums of all ranks that hold shards.
+
+        Collective: every rank that holds shards must call it, in the same order.
+
+        Returns:
+            The scaling with the combined flag as `found_inf`.
+        """
+        found_inf = scaling.found_inf
+        if is_checked:
+            found_inf = _combine_flags(flags)
+            if optimizer.shard_sums is not None:
+                found_inf = optimizer.shard_sums.largest(found_inf)
+        if optimizer.parts:
+            found_inf = self.add_block_sums(optimizer, found_inf)
+
+        if found_inf is scaling.found_inf:
+            return scaling
+        return GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
+
     def add_block_sums(self, optimizer: Any, found_inf: Tensor | None) -> Tensor | None:
         """All-reduce the sums of squares of parameter shards.
 
@@ -189,7 +203,8 @@ class FusedStep:
                 block_sums.append(tensors.engine.block_sums)
 
         if found_inf is None:
-            no_flag = torch.zeros((), device=self._tensor_groups[0].device)
+            first_device = self._tensor_groups[0].device
+            no_flag = torch.zeros((), device=first_device)
             add_up(block_sums, no_flag, optimizer.add_up_)
             return None
         return add_up(block_sums, found_inf, optimizer.add_up_)
@@ -199,9 +214,11 @@ class FusedStep:
 
         Engines hold the addresses of tensors.
         """
+        owned = [*params, *_state_values(optimizer)]
+        if len(owned) != len(self._owned):
+            return False
         # Tensors are compared by identity, because `==` would compare elements.
-        owned = [*params, *_state_tensors(optimizer)]
-        if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
+        if not all(map(operator.is_, owned, self._owned)):
             return False
         if self._signature != self._signature_of(optimizer, grads):
             return False
@@ -211,9 +228,11 @@ class FusedStep:
         """Return the settings that determine the tensor groups, apart from the tensors themselves."""
         signature: list[Any] = []
         if optimizer.parts:
-            signature.extend((id(param), part) for param, part in optimizer.parts.items())
+            for param, part in optimizer.parts.items():
+                signature.append((id(param), part))
         for group in optimizer.param_groups:
-            signature.append((id(group), len(group["params"]), self.flags(group)))
+            num_params = len(group["params"])
+            signature.append((id(group), num_params, self.flags(group)))
         for grad in grads:
             grad_dtype = None
             if grad is not None:
@@ -225,62 +244,92 @@ class FusedStep:
         """Rebuild the tensor groups and their engines, and return False if a device has no engines."""
         if not self.has_engines(params):
             return False
-        all_tensor_groups = self._tensor_groups_of(optimizer, grads)
-        by_device: dict[torch.device, list[TensorGroup]] = {}
-        for tensors in all_tensor_groups:
+        tensor_groups = self._tensor_groups_of(optimizer, grads)
+        for tensors in tensor_groups:
             # This also creates missing optimizer state.
             tensors.engine = self.engine_of(tensors, optimizer)
             if optimizer.shard_sums is not None:
                 add_up_ = partial(optimizer.shard_sums.add_up_, tensors.params)
                 tensors.engine.add_shards_with(add_up_)
-            by_device.setdefault(tensors.device, []).append(tensors)
 
-        self._tables = []
-        for device, tensor_groups in by_device.items():
-            options_and_groups = [(tensors.options, tensors.groups) for tensors in tensor_groups]
-            self._tables.append(OptionTables(options_and_groups, device))
-        self._tensor_groups = all_tensor_groups
-        self._owned = [*params, *_state_tensors(optimizer)]
+        self._tables = _option_tables(tensor_groups)
+        self._tensor_groups = tensor_groups
+        self._owned = [*params, *_state_values(optimizer)]
         self._signature = self._signature_of(optimizer, grads)
         return True
 
     def _tensor_groups_of(self, optimizer: Any, grads: list[Any]) -> list[TensorGroup]:
         """Divide all parameters that have a gradient into tensor groups, without creating engines."""
         tensor_groups: dict[Any, TensorGroup] = {}
-        params_and_groups = [
-            (param, group) for group in optimizer.param_groups for param in group["params"]
-        ]
-        for index, (param, group) in enumerate(params_and_groups):
-            grad = grads[index]
-            if grad is None:
-                continue
+        first_index = 0
+        for group in optimizer.param_groups:
+            params = group["params"]
             flags = self.flags(group)
-            # These must be equal for all tensors of a launch.
-            key = (param.device, param.dtype, grad.dtype, flags)
-            if key not in tensor_groups:
-                tensor_groups[key] = TensorGroup(
-                    options=self.options(), flags=flags, grad_dtype=grad.dtype
-                )
-            tensors = tensor_groups[key]
-            tensors.indices.append(index)
-            tensors.params.append(param)
-            tensors.groups.append(group)
-            if optimizer.parts is not None:
-                tensors.parts.append(optimizer.parts.get(param))
+            for index, param in enumerate(params, start=first_index):
+                grad = grads[index]
+                if grad is None:
+                    continue
+
+                # These must be equal for all tensors of a launch.
+                key = (param.device, param.dtype, grad.dtype, flags)
+                if key not in tensor_groups:
+                    tensor_groups[key] = TensorGroup(self.options(), flags, grad.dtype)
+                tensors = tensor_groups[key]
+                tensors.indices.append(index)
+                tensors.params.append(param)
+                tensors.groups.append(group)
+                if optimizer.parts is not None:
+                    tensors.parts.append(optimizer.parts.get(param))
+            first_index += len(params)
         return list(tensor_groups.values())
+
+
+def _params_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    params: list[Tensor] = []
+    for group in optimizer.param_groups:
+        params.extend(group["params"])
+    return params
+
+
+def _state_values(optimizer: Any) -> list[Any]:
+    """Return the state of all parameters, such as their moments."""
+    values: list[Any] = []
+    for state in optimizer.state.values():
+        values.extend(state.values())
+    return values
+
+
+def _refuse_sparse(optimizer: Any, grads: Sequence[Any]) -> None:
+    """Raise `ValueError` if a gradient is sparse."""
+    layouts = {grad.layout for grad in grads if grad is not None}
+    if not layouts - {torch.strided}:
+        return
+    for group in optimizer.param_groups:
+        list(dense_gradients(group))  # This call raises the error, which names the parameter.
+
+
+def _option_tables(tensor_groups: Sequence[TensorGroup]) -> list[OptionTables]:
+    """Create the option tables of all tensor groups, one for each device."""
+    options_of_devices: dict[torch.device, list[Any]] = {}
+    for tensors in tensor_groups:
+        options_of_device = options_of_devices.setdefault(tensors.device, [])
+        options_of_device.append((tensors.options, tensors.groups))
+
+    tables = []
+    for device, options_and_groups in options_of_devices.items():
+        tables.append(OptionTables(options_and_groups, device))
+    return tables
 
 
 def _combine_flags(flags: Sequence[Tensor]) -> Tensor:
     """Return the maximum of several flags, on the device of the first flag."""
-    distinct = list({id(flag): flag for flag in flags}.values())
-    if len(distinct) == 1:
-        return distinct[0]
-    device = distinct[0].device
-    return torch.stack([flag.to(device, non_blocking=True) for flag in distinct]).amax()
-
-
-def _state_tensors(optimizer: Any) -> list[Any]:
-    return [value for entry in optimizer.state.values() for value in entry.values()]
+    distinct_flags = list({id(flag): flag for flag in flags}.values())
+    first_flag = distinct_flags[0]
+    if len(distinct_flags) == 1:
+        return first_flag
+    moved_flags = [flag.to(first_flag.device, non_blocking=True) for flag in distinct_flags]
+    return torch.stack(moved_flags).amax()
 
 
 class FusedLars(FusedStep):
@@ -335,8 +384,8 @@ class FusedLamb(FusedStep):
         for param in tensors.params:
             state = optimizer.state[param]
             # The step on lists may have left the count on a GPU.
-            step = state.get("step", torch.zeros(()))
-            state["step"] = step.to("cpu", torch.float32)
+            step_count = state.get("step", torch.zeros(()))
+            state["step"] = step_count.to("cpu", torch.float32)
         *moments, steps = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
         return NativeLamb(tensors.params, moments, steps, tensors.grad_dtype, parts=tensors.parts)
 
@@ -344,25 +393,32 @@ class FusedLamb(FusedStep):
         """Update both moments, and return the gradient scaling including the factor of `max_grad_norm`."""
         bounded_scaling = self._bound_gradients(scaling)
         for tensors in self._tensor_groups:
-            tensors.engine.update_moments(tensors.options, bounded_scaling.to(torch.device("cpu")))
+            cpu_scaling = bounded_scaling.to(torch.device("cpu"))
+            tensors.engine.update_moments(tensors.options, cpu_scaling)
         # |u| is known now. If parameters are sharded, it needs another all-reduce.
         if optimizer.parts and self._tensor_groups:
             self.add_block_sums(optimizer, None)
         return bounded_scaling
 
     def _bound_gradients(self, scaling: GradScaling) -> GradScaling:
-        """Return the scaling multiplied by the gradient-clipping factor min(1, max_grad_norm / norm)."""
+        """Return the scaling multiplied by the gradient-clipping factor of `max_grad_norm`.
+
+        factor = min(1, max_grad_norm / |g|),   |g| = |scaled g| * inverse_scale
+        """
         if not self._tensor_groups:
             return scaling
-        bound = self._tensor_groups[0].groups[0]["max_grad_norm"]
-        if bound is None:
+        first_group = self._tensor_groups[0].groups[0]
+        max_grad_norm = first_group["max_grad_norm"]
+        if max_grad_norm is None:
             return scaling
+
         squares = [tensors.engine.sum_grad_squares() for tensors in self._tensor_groups]
-        norm = torch.stack(squares).sum().sqrt()
-        inverse_scale = torch.ones_like(norm)
+        scaled_norm = torch.stack(squares).sum().sqrt()
+        inverse_scale = torch.ones_like(scaled_norm)
         if scaling.inverse_scale is not None:
-            inverse_scale = scaling.inverse_scale.to(norm)
+            inverse_scale = scaling.inverse_scale.to(scaled_norm)
 
         # The clipping factor is multiplied into the inverse scale, so that it needs no additional pass.
-        factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
+        norm = scaled_norm * inverse_scale
+        factor = (max_grad_norm / norm).clamp(max=1.0)
         return GradScaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

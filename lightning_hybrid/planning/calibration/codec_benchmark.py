@@ -14,24 +14,44 @@ from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
 
 CODECS = {"int8": Codec(bits=8), "int4": Codec(bits=4)}
 
-# Names and sizes of all-reduces with a codec. Two sizes show how they differ from all-reduces without a codec.
-CODED_SUMS = tuple(
-    (f"two_level_{name}", num_bytes) for name in CODECS for num_bytes in (512 * KIB, 4 * MIB)
-)
+# Two sizes show how all-reduces with a codec differ from all-reduces without a codec.
+_CODED_SUM_BYTES = (512 * KIB, 4 * MIB)
+
+
+def _coded_sum_name(codec_name: str) -> str:
+    return f"two_level_{codec_name}"
+
+
+def _coded_sums() -> tuple[tuple[str, int], ...]:
+    """Return the name and size of each all-reduce with a codec."""
+    sums = []
+    for codec_name in CODECS:
+        for num_bytes in _CODED_SUM_BYTES:
+            sums.append((_coded_sum_name(codec_name), num_bytes))
+    return tuple(sums)
+
+
+# Names and sizes of the benchmark cases.
+CODED_SUMS = _coded_sums()
 
 
 def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
     """Return a function to be timed, which encodes a float32 tensor and then decodes and adds two messages."""
-    coder = Coder(CODECS[name], device)
-    flat = torch.ones(num_bytes // 4, device=device)  # because blocks of zeros would take no time
-    message_bytes = coder.codec.message_bytes(flat.numel())
-    messages = torch.empty(2, message_bytes, dtype=torch.uint8, device=device)
-    blocks = Blocks.of(coder, flat)
+    codec = CODECS[name]
+    coder = Coder(codec, device)
+    numel = num_bytes // 4
+    flat = torch.ones(numel, device=device)  # because blocks of zeros would take no time
     total = torch.empty_like(flat)
-    blocks.encode(flat, messages[1], sender=1)
+    blocks = Blocks.of(coder, flat)
+
+    message_bytes = codec.message_bytes(numel)
+    messages = torch.empty(2, message_bytes, dtype=torch.uint8, device=device)
+    other_message = messages[1]
+    blocks.encode(flat, other_message, sender=1)
 
     def call() -> None:
-        blocks.encode(flat, messages[0], sender=0)
+        own_message = messages[0]
+        blocks.encode(flat, own_message, sender=0)
         coder.add(messages, total)
 
     return call
@@ -47,6 +67,7 @@ def coded_engines(**settings: Any) -> dict[str, CommEngine]:
     """
     plan = CommPlan(algorithm="two_level")
     engines = {}
-    for name, codec in CODECS.items():
-        engines[f"two_level_{name}"] = CommEngine(plan=plan, dtype_across_nodes=codec, **settings)
+    for codec_name, codec in CODECS.items():
+        engine = CommEngine(plan=plan, dtype_across_nodes=codec, **settings)
+        engines[_coded_sum_name(codec_name)] = engine
     return engines

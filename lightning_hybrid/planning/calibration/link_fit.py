@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Measured times in seconds, by message size in bytes.
+MessageTimes = Mapping[int, Sequence[float]]
+
 # Burst sizes to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards assemble.
 BURSTS_BYTES = (0, 1500, 4096, 9000, 16384, 65536)
 
@@ -28,6 +31,21 @@ MOST_ERROR = 0.25
 CONFIDENCE = 0.9
 # Number of bootstrap draws. The bounds of a 90 % interval are then the 20th draws from either side.
 NUM_DRAWS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lines:
+    """Best lines of several fits, with one element per fit.
+
+    Attributes:
+        latencies_s: Latencies in seconds.
+        s_per_byte: Inverse bandwidths in seconds per byte.
+        errors: Mean relative errors over message sizes.
+    """
+
+    latencies_s: np.ndarray
+    s_per_byte: np.ndarray
+    errors: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +69,8 @@ class LineFit:
     @property
     def typical_error(self) -> float:
         """Median relative error over message sizes."""
-        return float(np.median([abs(error) for _, error in self.errors]))
+        magnitudes = [abs(error) for _, error in self.errors]
+        return float(np.median(magnitudes))
 
     @property
     def worst(self) -> tuple[int, float]:
@@ -61,14 +80,16 @@ class LineFit:
     @property
     def is_line(self) -> bool:
         """True if the fit is within 25 % of the measured time at every message size."""
-        return abs(self.worst[1]) <= MOST_ERROR
+        _, worst_error = self.worst
+        return abs(worst_error) <= MOST_ERROR
 
     def seconds(self, num_bytes: float) -> float:
         """Return the fitted time of one message in seconds."""
-        return self.latency_s + (num_bytes + min(num_bytes, self.burst_bytes)) / self.bytes_per_s
+        load_bytes = num_bytes + min(num_bytes, self.burst_bytes)
+        return self.latency_s + load_bytes / self.bytes_per_s
 
 
-def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
+def fit_line(times_s: MessageTimes, *, seed: int = 0) -> LineFit:
     """Estimate the latency and bandwidth of a link from message times, grouped by message size.
 
     Intervals are percentiles of a bootstrap (Efron 1979): samples of each size are drawn with
@@ -81,81 +102,165 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     >>> round(fit.latency_s, 9), round(fit.bytes_per_s), fit.is_line
     (0.001, 1000000, True)
     """
+    _check_times(times_s)
+    sizes = sorted(times_s)
+    medians_s = _medians(times_s, sizes)
+    lines_by_burst = {}
+    for burst in BURSTS_BYTES:
+        loads = _loads(sizes, burst)
+        lines_by_burst[burst] = _fit_lines(loads, medians_s[np.newaxis])
+
+    burst = _choose_burst(lines_by_burst, len(sizes))
+    loads = _loads(sizes, burst)
+    line = lines_by_burst[burst]
+    latency_s = float(line.latencies_s[0])
+    s_per_byte = float(line.s_per_byte[0])
+    errors = medians_s / (latency_s + loads * s_per_byte) - 1
+
+    drawn_lines = _fit_lines(loads, _bootstrap_medians(times_s, sizes, seed))
+    latency_interval_s = _interval(drawn_lines.latencies_s, latency_s)
+    fast_s_per_byte, slow_s_per_byte = _interval(drawn_lines.s_per_byte, s_per_byte)
+    return LineFit(
+        latency_s=latency_s,
+        bytes_per_s=_rate(s_per_byte),
+        latency_interval_s=latency_interval_s,
+        rate_interval_bytes_per_s=(_rate(slow_s_per_byte), _rate(fast_s_per_byte)),
+        confidence=CONFIDENCE,
+        burst_bytes=burst,
+        errors=tuple(zip(sizes, errors.tolist(), strict=True)),
+        num_samples=sum(len(times_s[size]) for size in sizes),
+    )
+
+
+def _check_times(times_s: MessageTimes) -> None:
+    """Raise `ValueError` if a line cannot be fitted to the times."""
     if len(times_s) < 3 or min(times_s) < 0:
         raise ValueError(
             f"`times_s` (of {sorted(times_s)} bytes) must contain at least three sizes, because any two sizes lie "
             "exactly on a line. Increase the time limit with measure.limit_s=<seconds>."
         )
-    sizes = sorted(times_s)
-    if any(not times_s[size] or not min(times_s[size]) > 0 for size in sizes):
-        raise ValueError(
-            "`times_s` must contain at least one time for each size, and all times must be positive, because times "
-            "are measured durations. Repeat the measurement."
-        )
-    medians_s = np.array([float(np.median(times_s[size])) for size in sizes])
-    fits = {burst: _lines(_loads(sizes, burst), medians_s[None]) for burst in BURSTS_BYTES}
-    found = {burst: float(lines[2][0]) for burst, lines in fits.items()}
-    best = min(found, key=lambda burst: found[burst])
+    for samples_s in times_s.values():
+        if not samples_s or not min(samples_s) > 0:
+            raise ValueError(
+                "`times_s` must contain at least one time for each size, and all times must be positive, because times "
+                "are measured durations. Repeat the measurement."
+            )
+
+
+def _choose_burst(lines_by_burst: Mapping[int, _Lines], num_sizes: int) -> int:
+    """Return the burst size with the best fit, or 0 if no burst improves the fit clearly.
+
+    Args:
+        lines_by_burst: Line fitted to the medians, for each burst size.
+        num_sizes: Number of message sizes.
+    """
     # With four sizes or fewer, a third parameter would always fit.
-    burst = best if found[best] < LEAST_GAIN * found[0] and len(sizes) > 4 else 0
-    loads = _loads(sizes, burst)
-    latency_s = float(fits[burst][0][0])
-    per_byte_s = float(fits[burst][1][0])
-    generator = np.random.default_rng(seed)
-    drawn_s = np.stack(
-        [_drawn_medians(np.asarray(times_s[size]), generator) for size in sizes], axis=1
-    )
-    latencies_s, per_bytes_s, _ = _lines(loads, drawn_s)
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low_s, high_s = np.percentile(latencies_s, [tail, 100 - tail])
-    slow, fast = np.percentile(per_bytes_s, [100 - tail, tail])
-    errors = medians_s / (latency_s + loads * per_byte_s) - 1
-    return LineFit(
-        latency_s=latency_s,
-        bytes_per_s=_rate(per_byte_s),
-        latency_interval_s=(min(float(low_s), latency_s), max(float(high_s), latency_s)),
-        rate_interval_bytes_per_s=(
-            _rate(max(float(slow), per_byte_s)),
-            _rate(min(float(fast), per_byte_s)),
-        ),
-        confidence=CONFIDENCE,
-        burst_bytes=burst,
-        errors=tuple((size, float(error)) for size, error in zip(sizes, errors, strict=True)),
-        num_samples=sum(len(times_s[size]) for size in sizes),
-    )
+    if num_sizes <= 4:
+        return 0
+    error_by_burst = {}
+    for burst, lines in lines_by_burst.items():
+        error_by_burst[burst] = float(lines.errors[0])
+    best_burst = min(error_by_burst, key=lambda burst: error_by_burst[burst])
+    if error_by_burst[best_burst] < LEAST_GAIN * error_by_burst[0]:
+        return best_burst
+    return 0
 
 
-def _rate(per_byte_s: float) -> float:
-    return 1 / per_byte_s if per_byte_s > 0 else math.inf
+def _rate(s_per_byte: float) -> float:
+    if s_per_byte > 0:
+        return 1 / s_per_byte
+    return math.inf
 
 
 def _loads(sizes: Sequence[int], burst: int) -> np.ndarray:
-    # A burst is stored before it is forwarded, so a message waits for these bytes twice.
-    return np.array([size + min(size, burst) for size in sizes], dtype=float)
+    """Return the number of bytes that each message waits for."""
+    loads = []
+    for size in sizes:
+        # A burst is stored before it is forwarded, so a message waits for these bytes twice.
+        stored_bytes = min(size, burst)
+        loads.append(size + stored_bytes)
+    return np.array(loads, dtype=float)
 
 
-def _drawn_medians(samples_s: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    places = generator.integers(0, len(samples_s), size=(NUM_DRAWS, len(samples_s)))
-    return np.median(samples_s[places], axis=1)
+def _medians(times_s: MessageTimes, sizes: Sequence[int]) -> np.ndarray:
+    medians_s = []
+    for size in sizes:
+        median_s = np.median(times_s[size])
+        medians_s.append(float(median_s))
+    return np.array(medians_s)
 
 
-def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Fit a line to each row of times, and return latencies, seconds per byte and mean relative errors.
+def _bootstrap_medians(times_s: MessageTimes, sizes: Sequence[int], seed: int) -> np.ndarray:
+    """Return the medians of samples drawn with replacement, of shape (draws, sizes)."""
+    generator = np.random.default_rng(seed)
+    medians_of_sizes = []
+    for size in sizes:
+        samples_s = np.asarray(times_s[size])
+        num_samples = len(samples_s)
+        indices = generator.integers(0, num_samples, size=(NUM_DRAWS, num_samples))
+        drawn_samples_s = samples_s[indices]
+        medians_of_sizes.append(np.median(drawn_samples_s, axis=1))
+    return np.stack(medians_of_sizes, axis=1)
 
-    `medians_s` has one row per fit.
+
+def _interval(drawn: np.ndarray, estimate: float) -> tuple[float, float]:
+    """Return the confidence interval of an estimate from its bootstrap draws.
+
+    The interval is extended to the estimate if the estimate is outside of it.
     """
-    # A line of least absolute deviations goes through two points, or through one at a bound. Try all of them.
+    tail_percent = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(drawn, [tail_percent, 100 - tail_percent])
+    low_bound = min(float(low), estimate)
+    high_bound = max(float(high), estimate)
+    return low_bound, high_bound
+
+
+def _fit_lines(loads: np.ndarray, medians_s: np.ndarray) -> _Lines:
+    """Fit a line of least absolute deviations to each row of times.
+
+        time = latency + load * seconds per byte,   both at least 0
+
+    Args:
+        loads: Number of bytes that a message of each size waits for.
+        medians_s: Median times, of shape (fits, sizes).
+    """
+    latencies_s, slopes = _candidate_lines(loads, medians_s)
+    transfer_s = slopes[:, :, np.newaxis] * loads
+    fitted_s = latencies_s[:, :, np.newaxis] + transfer_s
+    relative_errors = fitted_s / medians_s[:, np.newaxis, :] - 1
+    mean_errors = np.abs(relative_errors).mean(axis=2)
+    is_negative = (slopes < 0) | (latencies_s < 0)
+    mean_errors[is_negative] = math.inf
+
+    fits = np.arange(len(medians_s))
+    best = mean_errors.argmin(axis=1)
+    return _Lines(
+        latencies_s=latencies_s[fits, best],
+        s_per_byte=slopes[fits, best],
+        errors=mean_errors[fits, best],
+    )
+
+
+def _candidate_lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the latencies and slopes of all lines that may be the best fit, of shape (fits, lines).
+
+    A line of least absolute deviations goes through two points. If its slope or its latency is at the bound of zero, it
+    goes through one point.
+    """
+    # Through two points.
     first, second = np.triu_indices(len(loads), k=1)
-    slopes = (medians_s[:, second] - medians_s[:, first]) / (loads[second] - loads[first])
-    starts = medians_s[:, first] - slopes * loads[first]
-    through = np.flatnonzero(loads > 0)
-    zeros = np.zeros_like(medians_s)
-    slopes = np.concatenate([slopes, zeros, medians_s[:, through] / loads[through]], axis=1)
-    starts = np.concatenate([starts, medians_s, zeros[:, through]], axis=1)
-    fitted = starts[:, :, None] + slopes[:, :, None] * loads
-    errors = np.abs(fitted / medians_s[:, None, :] - 1).mean(axis=2)
-    # Latency and seconds per byte are not negative.
-    errors[(slopes < 0) | (starts < 0)] = math.inf
-    best = errors.argmin(axis=1)
-    rows = np.arange(len(medians_s))
-    return starts[rows, best], slopes[rows, best], errors[rows, best]
+    time_differences_s = medians_s[:, second] - medians_s[:, first]
+    slopes_of_pairs = time_differences_s / (loads[second] - loads[first])
+    latencies_of_pairs = medians_s[:, first] - slopes_of_pairs * loads[first]
+
+    # Through one point, with slope 0.
+    flat_slopes = np.zeros_like(medians_s)
+
+    # Through one point, with latency 0.
+    has_load = loads > 0
+    slopes_from_origin = medians_s[:, has_load] / loads[has_load]
+    zero_latencies = np.zeros_like(slopes_from_origin)
+
+    latencies_s = np.concatenate([latencies_of_pairs, medians_s, zero_latencies], axis=1)
+    slopes = np.concatenate([slopes_of_pairs, flat_slopes, slopes_from_origin], axis=1)
+    return latencies_s, slopes

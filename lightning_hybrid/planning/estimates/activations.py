@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_hybrid.planning.estimates.meta_operations import flops_of, shapes_of
 from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 
 # Larger batches are extrapolated in proportion, because tensor sizes must stay below 2^63.
 MOST_IMAGES = 2**16
-aten = torch.ops.aten
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
@@ -69,12 +68,14 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._sizes:
+        address = storage._cdata
+        if address in self._sizes:
             return
-        self._sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
+        num_bytes = storage.nbytes()
+        self._sizes[address] = num_bytes
+        self.now += num_bytes
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, storage._cdata)
+        weakref.finalize(storage, self._free, address)
 
     def _free(self, address: int) -> None:
         self.now -= self._sizes.pop(address)
@@ -104,19 +105,14 @@ def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, tor
     shadow = copy.deepcopy(model).to("meta").train()
     for parameter in shadow.parameters():
         parameter.register_post_accumulate_grad_hook(_drop)
-    if precision not in HALF:
+    half_dtype = HALF.get(precision)
+    if half_dtype is None:
         yield shadow, torch.float32
         return
     # A run uses the same conversion, which decides the layers that stay fp32 and their output dtype.
-    with HalfPrecisionWindow(shadow, HALF[precision], on_meta=True).opened():
-        yield shadow, HALF[precision]
-
-
-def _logarithms(result: Tensor) -> Tensor:
-    # A classifier's loss keeps its log-probabilities, which are as large as the logits.
-    if result.dim() == 2:
-        return F.log_softmax(result, 1)
-    return result
+    window = HalfPrecisionWindow(shadow, half_dtype, on_meta=True)
+    with window.opened():
+        yield shadow, half_dtype
 
 
 def _drop(parameter: Tensor) -> None:
@@ -137,15 +133,17 @@ def step_bytes(
     >>> images + 2 * hidden < step_bytes(net, (3, 2, 2), batch_size=2, precision="32-true") < images + 6 * hidden + 300
     True
     """
-    counted = min(batch_size, MOST_IMAGES)
+    num_counted = min(batch_size, MOST_IMAGES)
     with meta_step(model, precision) as (shadow, dtype):
-        images = example_of(shadow, counted, image_shape, dtype=dtype)
+        images = example_of(shadow, num_counted, image_shape, dtype=dtype)
         inputs = list(tree_iter(images))
-        with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), *inputs]) as live:
+        known = [*shadow.parameters(), *shadow.buffers(), *inputs]
+        with LiveBytes(known) as live:
             _forward_and_backward(shadow, images)
     # `LiveBytes` did not count the images, so add this batch and the next.
     input_bytes = sum(tensor.nbytes for tensor in inputs)
-    return (live.peak + 2 * input_bytes) * batch_size // counted
+    counted_bytes = live.peak + 2 * input_bytes
+    return counted_bytes * batch_size // num_counted
 
 
 def tracked_bytes(
@@ -167,23 +165,39 @@ def tracked_bytes(
             _forward_and_backward(shadow, images)
         external_tensors = [*shadow.parameters(), *shadow.buffers(), *inputs]
         external_bytes = sum(tensor.nbytes for tensor in external_tensors)
-        peak: int = tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"]
+        peak_of_devices = tracker.get_tracker_snapshot("peak")
+        peak_bytes: int = peak_of_devices[torch.device("meta")]["Total"]
     input_bytes = sum(tensor.nbytes for tensor in inputs)
-    return peak - external_bytes + 2 * input_bytes
+    return peak_bytes - external_bytes + 2 * input_bytes
 
 
 def _forward_and_backward(network: nn.Module, images: Any) -> None:
-    # A network may return any structure of tensors. A frozen one has no backward.
-    results = [value for value in tree_iter(network(images)) if isinstance(value, Tensor)]
-    rows = [
-        _logarithms(result.float()).reshape(1, -1) for result in results if result.requires_grad
-    ]
+    """Run a forward pass, and a backward pass from the sum of all outputs.
 
-    # Sum by a matrix product: torch's own sum imports SymPy on the meta device.
-    losses = [row.mm(row.new_empty(row.shape[1], 1)) for row in rows]
-    del results, rows
+    Backward frees tensors as in training, so no local variable refers to one that it could free.
+    """
+    # A network may return any structure of tensors. A frozen one has no backward.
+    outputs = [value for value in tree_iter(network(images)) if isinstance(value, Tensor)]
+    rows = [_loss_row(output) for output in outputs if output.requires_grad]
+    losses = [_sum_of(row) for row in rows]
+    del outputs, rows
     if losses:
         sum(losses[1:], losses[0]).backward()
+
+
+def _loss_row(output: Tensor) -> Tensor:
+    """Return the tensor that a loss keeps of a network's output, as a matrix of one row."""
+    values = output.float()
+    # A classifier's loss keeps its log-probabilities, which are as large as the logits.
+    if values.dim() == 2:
+        values = F.log_softmax(values, 1)
+    return values.reshape(1, -1)
+
+
+def _sum_of(row: Tensor) -> Tensor:
+    # A matrix product, because torch's own sum imports SymPy on the meta device.
+    column = row.new_empty(row.shape[1], 1)
+    return row.mm(column)
 
 
 def has_checkpointing(model: nn.Module) -> bool:
@@ -199,176 +213,3 @@ def with_checkpointing(model: nn.Module, *, is_on: bool) -> nn.Module:
     changed = copy.deepcopy(model)
     changed.checkpoint_activations = is_on  # type: ignore[assignment]
     return changed
-
-
-# ---- shapes on the meta device --------------------------------------------------------------------------------------
-
-
-def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, computing only the shapes of its results if it operates on meta tensors.
-
-    Operations without a function in `SHAPES`, and operations on other devices, run normally.
-    """
-    is_plain = func in SHAPES and not kwargs.keys() - {"pin_memory", "memory_format"}
-    is_meta = all(not isinstance(value, Tensor) or value.is_meta for value in args)
-
-    result = None
-    if is_plain and is_meta:
-        result = SHAPES[func](*args)
-    if result is None:
-        return func(*args, **kwargs)
-    return result
-
-
-def _elementwise(first: Tensor, second: Any, *_: Any) -> Tensor:
-    # NumPy's function, because torch's imports SymPy.
-    shape = np.broadcast_shapes(first.shape, getattr(second, "shape", ()))
-    return first.new_empty(shape, dtype=torch.result_type(first, second))
-
-
-def _reduced(tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
-    reduced_dims = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
-    shape = []
-    for dim, size in enumerate(tensor.shape):
-        if dim not in reduced_dims:
-            shape.append(size)
-        elif keepdim:
-            shape.append(1)
-    return tensor.new_empty(shape)
-
-
-def _product(first: Tensor, second: Tensor) -> Tensor | None:
-    if first.shape[1] != second.shape[0]:
-        return None
-    return first.new_empty(first.shape[0], second.shape[1])
-
-
-def _batch_norm(images: Tensor, *options: Any) -> tuple[Tensor, ...] | None:
-    # The first four are weight, bias, running mean and running variance, each of them optional.
-    for tensor in options[:4]:
-        if tensor is not None and tensor.shape != images.shape[1:2]:
-            return None
-
-    is_training = options[4]
-    num_statistics = images.shape[1] if is_training else 0
-    output = images.new_empty(images.shape)
-    mean = images.new_empty(num_statistics, dtype=torch.float32)
-    inverse_deviation = images.new_empty(num_statistics, dtype=torch.float32)
-    return output, mean, inverse_deviation
-
-
-def _gradients(
-    gradient: Tensor, images: Tensor, weight: Tensor | None, *options: Any
-) -> tuple[Tensor | None, ...]:
-    """Return uninitialised gradients of the input, weight and bias of a convolution or normalisation."""
-    wants_input, wants_weight, wants_bias = options[-1]
-    of_input = images.new_empty(images.shape) if wants_input else None
-    if weight is None:  # a normalisation with affine=False
-        return of_input, None, None
-    of_weight = weight.new_empty(weight.shape) if wants_weight else None
-    of_bias = weight.new_empty(gradient.shape[1:2]) if wants_bias else None
-    return of_input, of_weight, of_bias
-
-
-def _output_sizes(
-    images: Tensor, *, kernel: Any, stride: Any, padding: Any, dilation: Any
-) -> list[int]:
-    output_sizes = []
-    windows = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
-    for size, width, step, pad, spacing in windows:
-        output_sizes.append((size + 2 * pad - spacing * (width - 1) - 1) // step + 1)
-    return output_sizes
-
-
-def _convolution(
-    images: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
-) -> Tensor | None:
-    stride, padding, dilation, is_transposed, _, groups = options
-    if is_transposed or images.dim() != weight.dim():
-        return None
-    if images.shape[1] != groups * weight.shape[1]:
-        return None
-
-    output_sizes = _output_sizes(
-        images, kernel=weight.shape[2:], stride=stride, padding=padding, dilation=dilation
-    )
-    if min(output_sizes) <= 0:
-        return None
-    return images.new_empty(images.shape[0], weight.shape[0], *output_sizes)
-
-
-def _max_pool(images: Tensor, kernel: Any, *options: Any) -> tuple[Tensor, Tensor] | None:
-    # With dilation or ceil mode, torch has to compute the shape.
-    if len(options) != 2 or images.dim() != 4:
-        return None
-    stride, padding = options
-    if not all(len(values) == 2 for values in (kernel, stride, padding)):
-        return None
-
-    output_sizes = _output_sizes(
-        images, kernel=kernel, stride=stride, padding=padding, dilation=(1, 1)
-    )
-    if min(output_sizes) <= 0:
-        return None
-    shape = (*images.shape[:2], *output_sizes)
-    return images.new_empty(shape), images.new_empty(shape, dtype=torch.int64)
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of an operation if it is a matrix product or a convolution, otherwise 0.
-
-    A multiply-add counts as two FLOPs.
-    """
-    is_convolution = func is aten.convolution.default
-    is_transposed = is_convolution and args[6]
-    if func in PRODUCTS and not is_transposed:
-        return PRODUCTS[func](result, *args)
-
-    has_formula = is_convolution or func is aten.baddbmm.default or "attention" in func.name()
-    if not has_formula:
-        return 0
-    from torch.utils.flop_counter import flop_registry  # imports Triton
-
-    formula = flop_registry.get(func._overloadpacket)
-    if formula is None:
-        return 0
-    return formula(*args, **kwargs, out_val=result)
-
-
-PRODUCTS: dict[Any, Callable[..., int]] = {
-    aten.convolution.default: lambda result, images, weight, *_: (
-        2 * result.numel() * weight[0].numel()
-    ),
-    aten.mm.default: lambda result, first, second: 2 * result.numel() * first.shape[-1],
-    aten.bmm.default: lambda result, first, second: 2 * result.numel() * first.shape[-1],
-    aten.addmm.default: lambda result, bias, first, second: 2 * result.numel() * first.shape[-1],
-}
-# Result shapes of the operations that most networks consist of. On the meta device torch decomposes these
-# operations and imports its compiler and SymPy to do so, which takes seconds. The results have the same
-# bytes. A function returns None for arguments that torch itself has to handle or reject.
-SHAPES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (aten.add.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.threshold_backward.default),
-        _elementwise,
-    ),
-    **dict.fromkeys(
-        (aten.empty_like.default, aten.ones_like.default), lambda like: like.new_empty(like.shape)
-    ),
-    aten._log_softmax.default: lambda tensor, *_: tensor.new_empty(tensor.shape),
-    aten._log_softmax_backward_data.default: lambda gradient, *_: gradient.new_empty(
-        gradient.shape
-    ),
-    aten.div_.Scalar: lambda tensor, _: tensor,
-    aten.mm.default: _product,
-    aten.addmm.default: lambda bias, first, second: _product(first, second),
-    **dict.fromkeys((aten.mean.dim, aten.sum.dim_IntList), _reduced),
-    aten.convolution.default: _convolution,
-    aten.max_pool2d_with_indices.default: _max_pool,
-    aten.native_batch_norm.default: _batch_norm,
-    **dict.fromkeys(
-        (aten.native_batch_norm_backward.default, aten.convolution_backward.default), _gradients
-    ),
-    aten.max_pool2d_with_indices_backward.default: lambda gradient, images, *_: images.new_empty(
-        images.shape
-    ),
-}
