@@ -51,7 +51,8 @@ class StateDictHooks:
             key = prefix + name
             # With `keep_vars=True` the state dict holds the parameter itself.
             parameter = shard.parameter
-            if state.get(key, parameter) is not parameter:
+            saved_value = state.get(key, parameter)
+            if saved_value is not parameter:
                 state[key] = shard.fp32_values()
 
     def _load_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
