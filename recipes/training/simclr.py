@@ -292,9 +292,9 @@ def linear_probe(
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            logits = layer(x)
+            cross_entropy = F.cross_entropy(layer(x), labels)
             penalty = decay * layer.weight.square().sum()
-            loss = F.cross_entropy(logits, labels) + penalty
+            loss = cross_entropy + penalty
             loss.backward()
             return loss
 
