@@ -27,11 +27,10 @@ def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
     requests = []
     for cell in plan.cells:
         point = plan.points(cell)[0]
-        overrides = plan.testing_overrides(cell, point)
-        requests.append(FitRequest(overrides=overrides, run_dir=str(folder), stage="test"))
-        requests.append(
-            FitRequest(overrides=plan.tuning_overrides(cell), run_dir=str(folder), stage="validate")
-        )
+        testing = plan.testing_overrides(cell, point)
+        tuning = plan.tuning_overrides(cell)
+        requests.append(FitRequest(overrides=testing, run_dir=str(folder), stage="test"))
+        requests.append(FitRequest(overrides=tuning, run_dir=str(folder), stage="validate"))
     return requests
 
 
@@ -45,20 +44,26 @@ def main(cfg: DictConfig) -> None:
     """Execute the remaining training runs of the study, and update `table.md` after each variant."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+        container = OmegaConf.to_container(cfg, resolve=True)
+        config = cast(dict[str, Any], container)
         plan = config_check.made(StudyPlan, config["study"], "study")
         folder = Path(config["run_dir"]).resolve()
         with only_user_of(folder), FitPool(config["num_workers"]) as pool:
             journal = StudyJournal(folder, plan, pool, tell=say)
             journal.check()
-            pool.call(check, requests_to_check(plan, folder))
+            requests = requests_to_check(plan, folder)
+            pool.call(check, requests)
             tested: dict[Cell, CellResult] = {}
             for cell in plan.cells:
                 point = journal.tune(cell)
-                tested[cell] = journal.test(cell, point)
-                say(f"{cell.name} took {tested[cell].core_s / 3600:.2f} core hours.")
-                (folder / "table.md").write_text(f"{table_of(plan, tested)}\n")
-    say(f"\n{table_of(plan, tested)}\n\nWritten to {folder}")
+                result = journal.test(cell, point)
+                tested[cell] = result
+                core_hours = result.core_s / 3600
+                say(f"{cell.name} took {core_hours:.2f} core hours.")
+                table = table_of(plan, tested)
+                (folder / "table.md").write_text(f"{table}\n")
+    table = table_of(plan, tested)
+    say(f"\n{table}\n\nWritten to {folder}")
 
 
 if __name__ == "__main__":

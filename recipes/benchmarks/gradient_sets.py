@@ -37,7 +37,7 @@ def alexnet_shapes() -> list[tuple[int, ...]]:
 def resnet50_shapes() -> list[tuple[int, ...]]:
     """Return the parameter shapes of ResNet-50 (He et al. 2015, arXiv:1512.03385), in layer order.
 
-    Convolutions have no bias; each is followed by weight and bias of its normalisation.
+    Convolutions have no bias. Each one is followed by the weight and the bias of its normalisation.
 
     >>> numel(resnet50_shapes()), len(resnet50_shapes())
     (25557032, 161)
@@ -47,7 +47,8 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 def _shapes_of(network: type[nn.Module]) -> list[tuple[int, ...]]:
     with torch.device("meta"):
-        return [tuple(parameter.shape) for parameter in network().parameters()]
+        model = network()
+    return [tuple(parameter.shape) for parameter in model.parameters()]
 
 
 def linear_8mib_shapes() -> list[tuple[int, ...]]:
@@ -58,7 +59,9 @@ def linear_8mib_shapes() -> list[tuple[int, ...]]:
     >>> numel(linear_8mib_shapes()) * 4 / 2**20
     8.015625
     """
-    return [(512, 512), (512,)] * 8
+    weight_shape = (512, 512)
+    bias_shape = (512,)
+    return [weight_shape, bias_shape] * 8
 
 
 GRADIENT_SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
@@ -118,8 +121,9 @@ class GradientSet(pl.LightningModule):
     def on_fit_start(self) -> None:
         """Create the random values that this rank uses as gradients, seeded with its rank."""
         largest = max(self.layers, key=Tensor.numel)
+        num_values = largest.numel()
         generator = torch.Generator().manual_seed(self.global_rank)
-        noise = torch.randn(largest.numel(), generator=generator) * 1e-3
+        noise = 1e-3 * torch.randn(num_values, generator=generator)
         self._noise = noise.to(dtype=largest.dtype, device=self.device)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -128,18 +132,22 @@ class GradientSet(pl.LightningModule):
             return self._loss_of_rows()
         loss = torch.zeros((), device=self.device)
         for parameter in self.layers:
-            loss = _Layer.apply(
-                loss, parameter, self._noise, self.seconds_per_element * parameter.numel()
-            )
+            wait_s = self.seconds_per_element * parameter.numel()
+            loss = _Layer.apply(loss, parameter, self._noise, wait_s)
         return loss
 
     def _loss_of_rows(self) -> Tensor:
         assert self._noise is not None
         layers = list(self.layers)
-        rows = self._noise[: NUM_ROWS * layers[0].shape[1]].view(NUM_ROWS, -1)
-        for weight, bias in zip(layers[::2], layers[1::2], strict=True):
-            rows = torch.nn.functional.linear(rows, weight, bias)
-        return (rows.float() - 1).square().mean()
+        weights = layers[::2]
+        biases = layers[1::2]
+        num_features = weights[0].shape[1]
+        num_values = NUM_ROWS * num_features
+        rows = self._noise[:num_values].view(NUM_ROWS, -1)
+        for weight, bias in zip(weights, biases, strict=True):
+            rows = nn.functional.linear(rows, weight, bias)
+        errors = rows.float() - 1
+        return errors.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Create the optimizer that the argument `optimizer` selects, fused LARS or SGD."""
@@ -166,5 +174,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         if ctx.wait_s:
             time.sleep(ctx.wait_s)
-        noise = ctx.noise[: ctx.shape.numel()].view(ctx.shape)
-        return grad, torch.mul(noise, grad), None, None
+        num_values = ctx.shape.numel()
+        noise = ctx.noise[:num_values].view(ctx.shape)
+        parameter_grad = torch.mul(noise, grad)
+        return grad, parameter_grad, None, None

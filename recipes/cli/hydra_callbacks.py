@@ -23,11 +23,11 @@ class BeforeRun(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the environment and the run directory before a single job."""
-        self._look(config, "run")
+        self._check(config, "run")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the environment and the sweep directory before a sweep."""
-        self._look(config, "sweep")
+        self._check(config, "sweep")
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Restore the original standard output and standard error after a single job."""
@@ -37,22 +37,24 @@ class BeforeRun(Callback):
         """Restore the original standard output and standard error after a sweep."""
         stdio.restore_streams()
 
-    def _look(self, config: DictConfig, mode: str) -> None:
+    def _check(self, config: DictConfig, mode: str) -> None:
         stdio.outlive_streams()
         with launch.short_errors():  # Hydra turns errors other than SystemExit into warnings
-            config_values = {
-                name: value for name, value in _plain(config).items() if name != "hydra"
-            }
-            preflight.check_secrets(config_values)
+            values = _values_without_hydra(config)
+            preflight.check_secrets(values)
             folder = config.hydra[mode].dir
-            if mode == "run" and launch.is_rank_zero() and "resume" in config_values:
-                preflight.refuse_to_overwrite(
-                    Path(folder),
-                    resume=config_values["resume"],
-                    overwrite=config_values.get("overwrite"),
-                )
-            preflight.check_environment(folder if launch.is_rank_zero() else None)
+            if not launch.is_rank_zero():
+                # Other ranks write nothing.
+                preflight.check_environment(None)
+                return
+            if mode == "run" and "resume" in values:
+                resume = values["resume"]
+                overwrite = values.get("overwrite")
+                preflight.refuse_to_overwrite(Path(folder), resume=resume, overwrite=overwrite)
+            preflight.check_environment(folder)
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+def _values_without_hydra(config: DictConfig) -> dict[str, Any]:
+    values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+    values.pop("hydra", None)
+    return values

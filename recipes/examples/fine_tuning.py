@@ -20,7 +20,8 @@ class FineTuned(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
-        logits = self.head(self.backbone(images))
+        features = self.backbone(images)
+        logits = self.head(features)
         loss = torch.nn.functional.cross_entropy(logits.float(), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
@@ -51,4 +52,5 @@ if __name__ == "__main__":
     )
     trainer.fit(module, DataLoader(data, batch_size=64, shuffle=True))
     after = module.backbone.state_dict()
-    print("backbone unchanged:", all(torch.equal(before[name], after[name]) for name in before))
+    is_unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    print("backbone unchanged:", is_unchanged)

@@ -18,7 +18,8 @@ if __name__ == "__main__":
     images = torch.tensor(digits.data).float() / 16
     labels = torch.tensor(digits.target)
     data = TensorDataset(images, labels)
-    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=64, shuffle=True))
+    loader = DataLoader(data, batch_size=64, shuffle=True)
+    loader = fabric.setup_dataloaders(loader)
 
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     groups = param_groups(net, weight_decay=1e-4)
@@ -27,7 +28,8 @@ if __name__ == "__main__":
     for epoch in range(5):
         loader.sampler.set_epoch(epoch)
         for images, labels in loader:
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            logits = model(images)
+            loss = torch.nn.functional.cross_entropy(logits, labels)
             optimizer.zero_grad()
             fabric.backward(loss)
             optimizer.step()  # skipped on all ranks if a gradient contains inf or nan

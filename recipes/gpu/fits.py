@@ -75,23 +75,29 @@ class Small(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross-entropy loss of a batch, without synchronising with the device."""
+        images, labels = batch
         self.num_steps += ONE_STEP
-        hidden = self.net[:6](batch[0])
+        features = self.net[:6]
+        head = self.net[6:]
+        hidden = features(images)
         if self.on_hidden is not None:
             hidden.register_hook(self.on_hidden)
-        loss = F.cross_entropy(self.net[6:](hidden).float(), batch[1])
+        logits = head(hidden)
+        loss = F.cross_entropy(logits.float(), labels)
         self.losses.append(loss.detach())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Run a forward pass without computing a metric."""
-        self.net(batch[0])
+        images, _ = batch
+        self.net(images)
 
     test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Create the optimizer that the constructor argument `optimizer` names."""
-        return OPTIMIZERS[self.optimizer_name](self.parameters(), self.fused)
+        create = OPTIMIZERS[self.optimizer_name]
+        return create(self.parameters(), self.fused)
 
 
 class _Mean(nn.Module):
@@ -102,28 +108,35 @@ class _Mean(nn.Module):
 def loader(seed: int = 0) -> DataLoader:
     """Return a loader of synthetic images, whose ten classes differ in the brightness of two channels."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(10, (BATCH_SIZE * NUM_BATCHES,), generator=generator)
-    images = 0.3 * torch.randn(len(labels), 3, 17, 17, generator=generator)
-    images[:, 0] += labels[:, None, None] / 5
-    images[:, 1] -= labels[:, None, None] % 3
-    return DataLoader(
-        TensorDataset(images, labels), batch_size=BATCH_SIZE, pin_memory=torch.cuda.is_available()
-    )
+    num_images = BATCH_SIZE * NUM_BATCHES
+    labels = torch.randint(10, (num_images,), generator=generator)
+    images = 0.3 * torch.randn(num_images, 3, 17, 17, generator=generator)
+    label_of_pixel = labels[:, None, None]
+    images[:, 0] += label_of_pixel / 5
+    images[:, 1] -= label_of_pixel % 3
+    dataset = TensorDataset(images, labels)
+    return DataLoader(dataset, batch_size=BATCH_SIZE, pin_memory=torch.cuda.is_available())
 
 
 def trainer_for(request: CheckRequest, precision: Any, **settings: Any) -> pl.Trainer:
     """Create a deterministic `Trainer` without logger, checkpoints and progress bar."""
-    quiet: dict[str, Any] = {
-        "accelerator": "gpu" if request.on_cuda else "cpu",
+    accelerator = "gpu" if request.on_cuda else "cpu"
+    loss_scale = 2.0**10 if precision == "16-true" else None
+    defaults: dict[str, Any] = {
+        "accelerator": accelerator,
         "devices": 1,
-        "strategy": HybridAllReduceStrategy(loss_scale=2.0**10 if precision == "16-true" else None),
+        "strategy": HybridAllReduceStrategy(loss_scale=loss_scale),
         "max_epochs": NUM_EPOCHS,
         "deterministic": True,
         "log_every_n_steps": 1000,
         "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "precision": precision,
     }
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return pl.Trainer(**{**quiet, **dict.fromkeys(off, False), "precision": precision, **settings})
+    return pl.Trainer(**{**defaults, **settings})
 
 
 def short_fit(
@@ -135,8 +148,12 @@ def short_fit(
     """
     data = settings.pop("data", None)
     ckpt_path = settings.pop("ckpt_path", None)
-    trainer_for(request, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
-    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+    trainer = trainer_for(request, precision, **settings)
+    if data is None:
+        data = loader()
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    state = module.state_dict()
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
 # ---- ends, exact buffers, resume -------------------------------------------------------------------------------------
@@ -148,32 +165,43 @@ def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
     Training with fused and unfused updates, or with grouped and single tensors, must give similar weights.
     """
     weights = []
-    warned = []
+    messages = []
     for fused in (False, True):
         module = Small(optimizer, fused=fused)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             weights.append(short_fit(request, module, precision))
-        warned += [str(warning.message) for warning in caught]
+        for warning in caught:
+            messages.append(str(warning.message))
         _assert_as_before(module)
-        first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
-        assert last < 0.9 * first, (
-            f"The loss must decrease, but went from {first:.3f} to {last:.3f}."
-        )
-    if (precision, optimizer) == ("16-true", "lars"):
+        _assert_loss_fell(module.losses)
+
+    if precision == "16-true" and optimizer == "lars":
         for stage in ("validate", "test", "predict"):
-            getattr(trainer_for(request, precision), stage)(module, loader())
+            trainer = trainer_for(request, precision)
+            run_stage = getattr(trainer, stage)
+            run_stage(module, loader())
             _assert_as_before(module)
-    distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
+
+    unfused_weights, fused_weights = weights
+    distances = [apart(value, fused_weights[name]) for name, value in unfused_weights.items()]
+    distance = max(distances)
     # Both updates agree to 2e-6 of a weight's norm. Half precision then rounds the next gradient to 2**-11 or 2**-8.
     bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[precision]
     assert distance < bound, (
         f"The weights of both kinds of updates differ by {distance:.2g} of their norm, more than {bound}."
     )
+    different_messages = list(dict.fromkeys(messages))
     return {
         "message": f"Both kinds of updates differ by {distance:.1e}.",
-        "warnings": list(dict.fromkeys(warned)),
+        "warnings": different_messages,
     }
+
+
+def _assert_loss_fell(losses: list[Tensor]) -> None:
+    first = torch.stack(losses[:4]).mean()
+    last = torch.stack(losses[-4:]).mean()
+    assert last < 0.9 * first, f"The loss must decrease, but went from {first:.3f} to {last:.3f}."
 
 
 def _assert_as_before(module: Small) -> None:
@@ -196,7 +224,11 @@ def _assert_as_before(module: Small) -> None:
 def apart(one: Tensor, other: Tensor) -> float:
     """Return the norm of the difference between two tensors, relative to the norm of the second tensor."""
     norm = other.double().norm().item()
-    return (one.double() - other.double()).norm().item() / (norm or 1.0)
+    difference = one.double() - other.double()
+    distance = difference.norm().item()
+    if norm == 0:
+        return distance
+    return distance / norm
 
 
 class _SavesOnce(pl.Callback):
@@ -212,7 +244,8 @@ def resumes(request: CheckRequest) -> Details:
     """Check that a run resumed after its first epoch is bit-identical to an uninterrupted one."""
     path = request.folder / "first.ckpt"
     for optimizer in ("lars", "lamb"):
-        whole = short_fit(request, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
+        saves = _SavesOnce(path)
+        whole = short_fit(request, Small(optimizer), "16-true", callbacks=[saves])
         resumed = short_fit(request, Small(optimizer), "16-true", ckpt_path=path)
         same_bits(resumed, whole, f"After a resume with {optimizer}")
     return {"message": "Resumed runs with LARS and LAMB in 16-true are bit-identical."}
@@ -223,11 +256,13 @@ class _Noisy(TensorDataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         image, label = super().__getitem__(index)
-        return image + 0.1 * torch.randn(image.shape), label
+        noise = 0.1 * torch.randn(image.shape)
+        return image + noise, label
 
 
 def _shuffled_and_noisy() -> DataLoader:
-    dataset = _Noisy(*loader().dataset.tensors)  # type: ignore[attr-defined]
+    images_and_labels = loader().dataset.tensors  # type: ignore[attr-defined]
+    dataset = _Noisy(*images_and_labels)
     return DataLoader(dataset, BATCH_SIZE, shuffle=True, pin_memory=torch.cuda.is_available())
 
 

@@ -26,10 +26,9 @@ def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callab
 
     This step computes no trust ratio and does not use half precision.
     """
-    params = _weights(shapes, device)
-    for param in params:
-        param.grad = torch.randn_like(param)
-    return torch.optim.SGD(params, **OPTIONS, fused=True).step
+    params = _weights_with_gradients(shapes, device)
+    optimizer = torch.optim.SGD(params, **OPTIONS, fused=True)
+    return optimizer.step
 
 
 def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
@@ -37,10 +36,10 @@ def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Call
 
     This step computes no trust ratio.
     """
-    params = _weights(shapes, device)
-    for param in params:
-        param.grad = torch.randn_like(param)
-    return torch.optim.AdamW(params, lr=1e-3, weight_decay=OPTIONS["weight_decay"], fused=True).step
+    params = _weights_with_gradients(shapes, device)
+    decay = OPTIONS["weight_decay"]
+    optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=decay, fused=True)
+    return optimizer.step
 
 
 def ours(
@@ -54,14 +53,16 @@ def ours(
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None
-    many = [param for param in params if param.dim() > 1]
-    few = {
-        "params": [param for param in params if param.dim() <= 1],
-        "trust_ratio": False,
-        "weight_decay": 0.0,
-    }
-    options = {name: value for name, value in OPTIONS.items() if rule is LARS or name != "momentum"}
-    optimizer: Any = rule([{"params": many}, few], **options, fused=fused)
+    matrices = [param for param in params if param.dim() > 1]
+    vectors = [param for param in params if param.dim() <= 1]
+    groups = [
+        {"params": matrices},
+        {"params": vectors, "trust_ratio": False, "weight_decay": 0.0},
+    ]
+    options = dict(OPTIONS)
+    if rule is LAMB:
+        del options["momentum"]  # LAMB has betas instead
+    optimizer: Any = rule(groups, **options, fused=fused)
     scale = torch.tensor(LOSS_SCALE, device=device)
     for param in params:
         param.grad = torch.randn_like(param).half()
@@ -93,7 +94,9 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        return func(*args, **(kwargs or {}))
+        if kwargs is None:
+            kwargs = {}
+        return func(*args, **kwargs)
 
 
 def calls_in_a_row(step: Callable[[], object]) -> int:
@@ -108,7 +111,9 @@ def calls_in_a_row(step: Callable[[], object]) -> int:
     """
     with _Operations() as operations:
         step()
-    return max(1, min(MAX_CALLS_IN_A_ROW, MAX_LAUNCHES // max(1, operations.count)))
+    num_operations = max(1, operations.count)
+    num_calls = MAX_LAUNCHES // num_operations
+    return max(1, min(MAX_CALLS_IN_A_ROW, num_calls))
 
 
 MAX_CYCLES_PER_S = 2e9  # upper limit of a GPU's clock rate
@@ -146,7 +151,8 @@ def time_one(
     host_s = time.perf_counter() - begin_s
     end.record()
     torch.cuda.synchronize(device)
-    return begin.elapsed_time(end) / 1e3 / num_in_a_row, host_s / num_in_a_row
+    device_s = begin.elapsed_time(end) / 1e3
+    return device_s / num_in_a_row, host_s / num_in_a_row
 
 
 FLOOR_BYTES = {"sgd_fused_fp32": 20, "lars_fused": 24, "adamw_fused_fp32": 28, "lamb": 40}
@@ -161,16 +167,26 @@ def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int 
     """Measure the memory bandwidth of a tensor copy, in bytes read and written per second."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
-    times_s = [
-        time_one(lambda: target.copy_(source), device, num_in_a_row=10)[0]
-        for _ in range(num_samples)
-    ]
+    times_s = []
+    for _ in range(num_samples):
+        device_s, _ = time_one(lambda: target.copy_(source), device, num_in_a_row=10)
+        times_s.append(device_s)
     return 2 * num_bytes / statistics.median(times_s)
 
 
 def _weights(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[nn.Parameter]:
     generator = torch.Generator(device).manual_seed(0)
-    return [
-        nn.Parameter(0.05 * torch.randn(shape, generator=generator, device=device))
-        for shape in shapes
-    ]
+    params = []
+    for shape in shapes:
+        values = 0.05 * torch.randn(shape, generator=generator, device=device)
+        params.append(nn.Parameter(values))
+    return params
+
+
+def _weights_with_gradients(
+    shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> list[nn.Parameter]:
+    params = _weights(shapes, device)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params

@@ -36,12 +36,8 @@ class CoarseToFine(BaseSampler):
     """
 
     def __init__(self, axes: Sequence[Axis], *, num_rounds: int = 3, zoom: int = 2) -> None:
-        for name, value, least in (("num_rounds", num_rounds, 1), ("zoom", zoom, 2)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"`sampler.{name}` (={value}) must be a whole number of at least {least}. Set "
-                    f"sampler.{name}={least}, for example."
-                )
+        _require_at_least("num_rounds", num_rounds, 1)
+        _require_at_least("zoom", zoom, 2)
         self.axes = axes
         self.num_rounds = num_rounds
         self.zoom = zoom
@@ -52,7 +48,8 @@ class CoarseToFine(BaseSampler):
     def rounds(self, study: Study) -> list[list[FrozenTrial]]:
         """Return the finished trials of this search, grouped by round."""
         trials = study.get_trials(deepcopy=False)
-        return [_ended_at(points, trials) for points in self._rounds_of_points(study)]
+        rounds_of_points = self._rounds_of_points(study)
+        return [_ended_at(points, trials) for points in rounds_of_points]
 
     def has_next(self, study: Study) -> bool:
         """Return whether the current round has a grid point for which no trial has been started."""
@@ -85,31 +82,36 @@ class CoarseToFine(BaseSampler):
         Raises:
             ValueError: Always.
         """
+        keys = [axis.key for axis in self.axes]
         raise ValueError(
-            f"`{param_name}` must be one of the axes {[axis.key for axis in self.axes]} of this search. Add "
-            "it to `axes`."
+            f"`{param_name}` must be one of the axes {keys} of this search. Add it to `axes`."
         )
 
     def _free_points(self, study: Study) -> list[Point]:
-        points = self._rounds_of_points(study)[-1]
-        taken = set()
+        """Return the grid points of the current round for which no trial has been started."""
+        rounds_of_points = self._rounds_of_points(study)
+        current_points = rounds_of_points[-1]
+        started = set()
         for trial in study.get_trials(deepcopy=False):
             if not was_interrupted(trial):
-                taken.add(_key(trial.params))
-        return [point for point in points if _key(point) not in taken]
+                started.add(_key(trial.params))
+        return [point for point in current_points if _key(point) not in started]
 
     def _rounds_of_points(self, study: Study) -> list[list[Point]]:
         """Return the grid points of each round that has begun, where a round begins when the previous one ends."""
         trials = study.get_trials(deepcopy=False)
-        rounds = [_product(self.axes, [axis.values() for axis in self.axes])]
-        ended = _ended_at(rounds[0], trials)
+        values = [axis.values() for axis in self.axes]
+        grid = _product(self.axes, values)
+        rounds = [grid]
+        ended = _ended_at(grid, trials)
         for level in range(1, self.num_rounds):
+            num_points = sum(len(points) for points in rounds)
             best = best_of(ended, study.direction)
-            if best is None or len(ended) < sum(len(points) for points in rounds):
+            if best is None or len(ended) < num_points:
                 break
-            points = self._neighbours(best.params, level)
-            ended = ended + _ended_at(points, trials)
-            rounds.append(points)
+            neighbours = self._neighbours(best.params, level)
+            rounds.append(neighbours)
+            ended.extend(_ended_at(neighbours, trials))
         return rounds
 
     def _neighbours(self, centre: Point, level: int) -> list[Point]:
@@ -118,14 +120,29 @@ class CoarseToFine(BaseSampler):
         values = []
         for axis in self.axes:
             value = centre[axis.key]
-            values.append([axis.shifted(value, -step), value, axis.shifted(value, step)])
+            below = axis.shifted(value, -step)
+            above = axis.shifted(value, step)
+            values.append([below, value, above])
         points = _product(self.axes, values)
         return [point for point in points if point != centre]
 
 
+def _require_at_least(name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or value < minimum:
+        raise ValueError(
+            f"`sampler.{name}` (={value}) must be a whole number of at least {minimum}. Set "
+            f"sampler.{name}={minimum}, for example."
+        )
+
+
 def _product(axes: Sequence[Axis], values: Iterable[Iterable[float]]) -> list[Point]:
+    """Return all grid points, given the values of each axis."""
     keys = [axis.key for axis in axes]
-    return [dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values)]
+    points = []
+    for combination in itertools.product(*values):
+        point = dict(zip(keys, combination, strict=True))
+        points.append(point)
+    return points
 
 
 def _ended_at(points: Sequence[Point], trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
@@ -134,7 +151,13 @@ def _ended_at(points: Sequence[Point], trials: Iterable[FrozenTrial]) -> list[Fr
     for trial in trials:
         if has_ended(trial):
             trial_at.setdefault(_key(trial.params), trial)
-    return [trial_at[_key(point)] for point in points if _key(point) in trial_at]
+
+    ended = []
+    for point in points:
+        key = _key(point)
+        if key in trial_at:
+            ended.append(trial_at[key])
+    return ended
 
 
 def _key(point: Point) -> frozenset[tuple[str, float]]:

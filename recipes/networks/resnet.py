@@ -17,6 +17,7 @@ ZeroGamma = Literal["last_of_branch", "shortcut", "none"]
 BatchNorm = partial[nn.BatchNorm2d]  # with eps and momentum, and without the number of channels
 
 STAGE_CHANNELS = (64, 128, 256, 512)
+STAGE_STRIDES = (1, 2, 2, 2)
 
 
 class BasicBlock(nn.Module):
@@ -50,7 +51,10 @@ class BasicBlock(nn.Module):
         """Return the output of the block, `"batch channels height/stride width/stride"`."""
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.bn2(self.conv2(branch))
-        return self.relu(branch + (x if self.downsample is None else self.downsample(x)))
+        shortcut = x
+        if self.downsample is not None:
+            shortcut = self.downsample(x)
+        return self.relu(branch + shortcut)
 
 
 class Bottleneck(nn.Module):
@@ -69,7 +73,11 @@ class Bottleneck(nn.Module):
     ) -> None:
         super().__init__()
         # Names and order of the modules are torchvision's, so that checkpoints load in both directions.
-        stride_1x1, stride_3x3 = (1, stride) if variant == "v1.5" else (stride, 1)
+        stride_1x1 = stride
+        stride_3x3 = 1
+        if variant == "v1.5":
+            stride_1x1 = 1
+            stride_3x3 = stride
         out_channels = channels * self.expansion
         self.conv1 = _conv(in_channels, channels, kernel=1, stride=stride_1x1)
         self.bn1 = bn(channels)
@@ -90,7 +98,10 @@ class Bottleneck(nn.Module):
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.relu(self.bn2(self.conv2(branch)))
         branch = self.bn3(self.conv3(branch))
-        return self.relu(branch + (x if self.downsample is None else self.downsample(x)))
+        shortcut = x
+        if self.downsample is not None:
+            shortcut = self.downsample(x)
+        return self.relu(branch + shortcut)
 
 
 Block = BasicBlock | Bottleneck
@@ -108,7 +119,7 @@ class ResNet(nn.Module):
     """Residual network (He et al. 2015, arXiv:1512.03385), by default ResNet-50 v1.5.
 
     ========  ==================================================  ==================  ============
-    layer     what, of ResNet-50 at 224 x 224                     channels            pixels out
+    layer     operations in ResNet-50 at 224 x 224                channels            output size
     ========  ==================================================  ==================  ============
     conv1     7x7, stride 2; BN, ReLU; max-pool 3x3, stride 2     64 * width          56 x 56
     layer1    3 blocks                                            256 * width         56 x 56
@@ -119,27 +130,30 @@ class ResNet(nn.Module):
     ========  ==================================================  ==================  ============
 
     Names, shapes and order of the parameters and buffers are torchvision's (`conv1`, `bn1`, `layer1.0.conv1`, ...,
-    `fc`): checkpoints of `torchvision.models.resnet50` load here and the reverse. ResNet-50 has 25,557,032.
+    `fc`), so that checkpoints of `torchvision.models.resnet50` load here and the other way round. ResNet-50 has
+    25,557,032 parameters.
 
-    Initialisation is what Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with fan_in =
-    in_channels * kernel^2 (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2) with bias
-    0, and gamma = 0 in some BatchNorms: `zero_gamma`, where the authors' text is ambiguous.
+    Weights are initialised as Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with
+    fan_in = in_channels * kernel^2 (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2)
+    with bias 0, and gamma = 0 in some BatchNorms. The authors' text does not make clear in which ones. `zero_gamma`
+    selects them.
 
     Args:
-        depth: 18, 34, 50, 101 or 152.
-        num_classes: Classes, the last dimension of the logits.
-        in_channels: Channels of the images.
-        width: Factor on all channels.
-        variant: `"v1.5"`: the stride is on the 3x3 convolution of a bottleneck, `"v1"`: on the first 1x1.
-        stem: `"imagenet"` as above; `"small"`: conv1 is 3x3 with stride 1 and there is no max-pool, for images of
-            about 32 x 32 (as He et al. 2015 begin their CIFAR networks).
-        zero_gamma: gamma = 0 in the last BatchNorm of each branch (`"last_of_branch"`), in the BatchNorm of each
-            projected shortcut (`"shortcut"`), or nowhere (`"none"`).
-        bn_eps: Added to the variance. 1e-5 is MLPerf's and torch's.
-        bn_momentum: Weight of the new batch in the running statistics. 0.1 is MLPerf's and torch's (TensorFlow's 0.9).
-        checkpoint_activations: Store only each block's input for backward and compute its inside again: the same
-            gradients from 36 % of the activations (30 of 82 MiB per image in fp32 at 224, ResNet-50), for a third more
-            arithmetic. Blocks then run one by one: forward hooks on `layer1` to `layer4` do not fire.
+        depth: Number of layers: 18, 34, 50, 101 or 152.
+        num_classes: Number of classes, the last dimension of the logits.
+        in_channels: Number of channels of the images.
+        width: Factor by which the number of channels of every layer is multiplied.
+        variant: Position of the stride in a bottleneck. `"v1.5"`: the 3x3 convolution. `"v1"`: the first 1x1.
+        stem: First layers. `"imagenet"`: as above. `"small"`: conv1 is 3x3 with stride 1 and there is no max-pool, for
+            images of about 32 x 32 (as in the CIFAR networks of He et al. 2015).
+        zero_gamma: BatchNorms that begin with gamma = 0: the last one of each branch (`"last_of_branch"`), the one of
+            each projected shortcut (`"shortcut"`), or none (`"none"`).
+        bn_eps: Number that is added to the variance. MLPerf and torch use 1e-5.
+        bn_momentum: Weight of the new batch in the running statistics. MLPerf and torch use 0.1 (0.9 in TensorFlow's
+            definition).
+        checkpoint_activations: Store only each block's input for backward, and recompute its other activations. The
+            gradients are the same, from 36 % of the activations (30 of 82 MiB per image in fp32 at 224, ResNet-50), for
+            a third more arithmetic. Blocks then run one by one, and forward hooks on `layer1` to `layer4` do not fire.
 
     Shapes: images `"batch in_channels height width"` -> logits `"batch num_classes"`, in the images' dtype.
     Channels-last images in a network of `.to(memory_format=torch.channels_last)` stay channels-last throughout.
@@ -191,29 +205,28 @@ class ResNet(nn.Module):
         block, num_blocks = BLOCKS[depth]
         channels = [round(width * c) for c in STAGE_CHANNELS]
 
-        self.conv1 = (
-            _conv(in_channels, channels[0], kernel=7, stride=2)
-            if stem == "imagenet"
-            else _conv(in_channels, channels[0], kernel=3)
-        )
+        maxpool: nn.Module
+        if stem == "imagenet":
+            self.conv1 = _conv(in_channels, channels[0], kernel=7, stride=2)
+            maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        else:
+            self.conv1 = _conv(in_channels, channels[0], kernel=3)
+            maxpool = nn.Identity()
         self.bn1 = bn(channels[0])
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if stem == "imagenet" else nn.Identity()
+        self.maxpool = maxpool
+
         stages = []
-        last = channels[0]
-        for index, (stage_channels, num) in enumerate(zip(channels, num_blocks, strict=True)):
-            blocks = []
-            for number in range(num):
-                if index > 0 and number == 0:
-                    stride = 2
-                else:
-                    stride = 1
-                blocks.append(block(last, stage_channels, stride=stride, variant=variant, bn=bn))
-                last = stage_channels * block.expansion
-            stages.append(nn.Sequential(*blocks))
+        last_channels = channels[0]
+        for stage_channels, num, stride in zip(channels, num_blocks, STAGE_STRIDES, strict=True):
+            stage = _stage(
+                block, last_channels, stage_channels, num, stride=stride, variant=variant, bn=bn
+            )
+            stages.append(stage)
+            last_channels = stage_channels * block.expansion
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(last, num_classes)
+        self.fc = nn.Linear(last_channels, num_classes)
         self._initialise(zero_gamma)
 
     def _initialise(self, zero_gamma: ZeroGamma) -> None:
@@ -221,44 +234,72 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
             elif isinstance(module, Block):
-                # The authors' own article says "the BatchNorm of the shortcut". Elsewhere (Goyal et al. 2017, NVIDIA's
-                # entries to MLPerf) it is the last one of each residual branch, so that a block starts as its shortcut
-                # alone. This is the default. Read literally, the first block of a layer starts as its branch alone.
-                if zero_gamma == "last_of_branch":
-                    nn.init.zeros_(module.last_bn.weight)
-                elif zero_gamma == "shortcut" and module.downsample is not None:
-                    nn.init.zeros_(cast(nn.BatchNorm2d, module.downsample[1]).weight)
+                _zero_gamma_of(module, zero_gamma)
         # The standard deviation is that of Goyal et al. 2017, arXiv:1706.02677.
         nn.init.normal_(self.fc.weight, std=0.01)
         nn.init.zeros_(self.fc.bias)
 
+    def _stages(self) -> tuple[nn.Sequential, ...]:
+        return self.layer1, self.layer2, self.layer3, self.layer4
+
     def pipeline_blocks(self) -> list[nn.Module]:
         """Return the stem, each residual block and the classifier as blocks for pipeline parallelism."""
         stem = nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool)
-        blocks = [
-            block
-            for layer in (self.layer1, self.layer2, self.layer3, self.layer4)
-            for block in layer
-        ]
-        return [stem, *blocks, nn.Sequential(self.avgpool, nn.Flatten(1), self.fc)]
+        residual_blocks: list[nn.Module] = []
+        for stage in self._stages():
+            residual_blocks.extend(stage)
+        classifier = nn.Sequential(self.avgpool, nn.Flatten(1), self.fc)
+        return [stem, *residual_blocks, classifier]
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of a batch of normalised images."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+        x = self.relu(self.bn1(self.conv1(images)))
+        x = self.maxpool(x)
+        for stage in self._stages():
             if self.checkpoint_activations:
                 for block in stage:
                     x = checkpointed(block, x, norms=block)
             else:
                 x = stage(x)
-        return self.fc(self.avgpool(x).flatten(1))
+        features = self.avgpool(x).flatten(1)
+        return self.fc(features)
+
+
+def _stage(
+    block: type[BasicBlock] | type[Bottleneck],
+    in_channels: int,
+    channels: int,
+    num_blocks: int,
+    *,
+    stride: int,
+    variant: Variant,
+    bn: BatchNorm,
+) -> nn.Sequential:
+    """Create a sequence of residual blocks, of which only the first has the given stride."""
+    blocks = []
+    for index in range(num_blocks):
+        if index > 0:
+            stride = 1
+        blocks.append(block(in_channels, channels, stride=stride, variant=variant, bn=bn))
+        in_channels = channels * block.expansion
+    return nn.Sequential(*blocks)
+
+
+def _zero_gamma_of(block: Block, zero_gamma: ZeroGamma) -> None:
+    # The authors' own article says "the BatchNorm of the shortcut". Elsewhere (Goyal et al. 2017, NVIDIA's entries to
+    # MLPerf) it is the last one of each residual branch, so that a block starts as its shortcut alone. This is the
+    # default. Read literally, the first block of a layer starts as its branch alone.
+    if zero_gamma == "last_of_branch":
+        nn.init.zeros_(block.last_bn.weight)
+    elif zero_gamma == "shortcut" and block.downsample is not None:
+        shortcut_bn = cast(nn.BatchNorm2d, block.downsample[1])
+        nn.init.zeros_(shortcut_bn.weight)
 
 
 def _conv(in_channels: int, out_channels: int, *, kernel: int, stride: int = 1) -> nn.Conv2d:
+    padding = kernel // 2
     # Without bias, because the following normalisation would subtract it.
-    return nn.Conv2d(
-        in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False
-    )
+    return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
 
 
 def _shortcut(
@@ -266,9 +307,8 @@ def _shortcut(
 ) -> nn.Sequential | None:
     if stride == 1 and in_channels == out_channels:
         return None
-    return nn.Sequential(
-        _conv(in_channels, out_channels, kernel=1, stride=stride), bn(out_channels)
-    )
+    projection = _conv(in_channels, out_channels, kernel=1, stride=stride)
+    return nn.Sequential(projection, bn(out_channels))
 
 
 def _check(*, depth: int, variant: str, stem: str, zero_gamma: str, width: float) -> None:

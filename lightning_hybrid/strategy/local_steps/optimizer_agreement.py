@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,30 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
     device_type: str
 
+    def sort_key(self) -> tuple[int, int, str, tuple[int, ...], str, str]:
+        """Return a key of all fields, so that sorting gives the same order on all ranks."""
+        return (
+            self.optimizer,
+            self.parameter,
+            self.name,
+            self.shape,
+            str(self.dtype),
+            self.device_type,
+        )
+
+
+@dataclass(frozen=True)
+class _RankState:
+    """Message that a rank sends to all others before optimizer state is averaged.
+
+    Attributes:
+        digest: Digest of the descriptions of the rank's optimizer-state tensors.
+        step_states: State dicts of the rank's loss scales and counts of skipped steps.
+    """
+
+    digest: str
+    step_states: list[dict[str, Any]]
+
 
 @torch.no_grad()
 def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> None:
@@ -53,9 +78,9 @@ def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> 
     Collective: every rank of WORLD must call it, in the same order.
     """
     state = _OptimizerTensors(optimizers)
-    has_same_entries, _ = state.compare(None)
-    if has_same_entries:
-        momenta = [value for name, value in state.moments() if name == "momentum_buffer"]
+    rank_states = state.gather_rank_states(step_states=[])
+    if _have_same_tensors(rank_states):
+        momenta = [tensor for name, tensor in state.moments() if name == "momentum_buffer"]
         average.average_(momenta, is_narrow=True)
         return
     # This is rare. Optimizers may initialize their state only if it is empty, so all missing state tensors are created
@@ -73,14 +98,16 @@ def agree_on_state_(
     Collective: every rank of WORLD must call it, in the same order.
     """
     state = _OptimizerTensors(optimizers)
-    own_step_states = [step_state.state_dict() for step_state in step_states]
-    has_same_entries, step_states_by_rank = state.compare(own_step_states)
-    if not has_same_entries:
+    step_states_here = [step_state.state_dict() for step_state in step_states]
+    rank_states = state.gather_rank_states(step_states_here)
+    if not _have_same_tensors(rank_states):
         state.add_missing_tensors()
     state.average_(average)
+
     for index, step_state in enumerate(step_states):
-        states_of_ranks = [states[index] for states in step_states_by_rank]
-        step_state.load_state_dict(agreed(states_of_ranks))
+        states_of_ranks = [rank_state.step_states[index] for rank_state in rank_states]
+        agreed_state = agreed(states_of_ranks)
+        step_state.load_state_dict(agreed_state)
 
 
 class _OptimizerTensors:
@@ -91,9 +118,10 @@ class _OptimizerTensors:
         self._states: list[Any] = []
         for outer_optimizer in optimizers:
             for optimizer in optimizers_within(outer_optimizer):
-                self._parameters.append(list(parameters_of(optimizer)))
+                parameters = list(parameters_of(optimizer))
+                self._parameters.append(parameters)
                 self._states.append(optimizer.state)
-        self._entries = sorted(self._entries_here(), key=_sort_key)
+        self._entries = sorted(self._entries_here(), key=_Entry.sort_key)
 
     def _entries_here(self) -> Iterator[_Entry]:
         """Yield a description of each optimizer-state tensor of this rank."""
@@ -114,16 +142,25 @@ class _OptimizerTensors:
     def _parameter_of(self, entry: _Entry) -> Tensor:
         return self._parameters[entry.optimizer][entry.parameter]
 
-    def compare(self, value: Any) -> tuple[bool, list[Any]]:
-        """Return whether all ranks have the same state tensors, and the `value` of each rank.
+    def _tensor_of(self, entry: _Entry) -> Tensor:
+        parameter = self._parameter_of(entry)
+        state = self._states[entry.optimizer]
+        tensor: Tensor = state[parameter][entry.name]
+        return tensor
+
+    def gather_rank_states(self, step_states: list[dict[str, Any]]) -> list[_RankState]:
+        """Return the message of each rank, with which ranks compare their state tensors.
 
         Collective: every rank of WORLD must call it, in the same order.
+
+        Args:
+            step_states: State dicts of loss scales and counts of skipped steps to send. Empty: none are needed.
         """
-        digest = hashlib.sha256(repr(self._entries).encode()).hexdigest()
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (digest, value))
-        has_same_entries = all(digest_of_rank == digest for digest_of_rank, _ in gathered)
-        return has_same_entries, [value_of_rank for _, value_of_rank in gathered]
+        description = repr(self._entries)
+        digest = hashlib.sha256(description.encode()).hexdigest()
+        rank_states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rank_states, _RankState(digest, step_states))
+        return rank_states
 
     def add_missing_tensors(self) -> None:
         """Create tensors of zeros for state that exists only on other ranks.
@@ -137,7 +174,7 @@ class _OptimizerTensors:
         all_entries: set[_Entry] = set()
         for entries in entries_by_rank:
             all_entries.update(entries)
-        self._entries = sorted(all_entries, key=_sort_key)
+        self._entries = sorted(all_entries, key=_Entry.sort_key)
         for entry in self._entries:
             self._add_if_missing(entry)
 
@@ -149,38 +186,51 @@ class _OptimizerTensors:
         device = torch.device(entry.device_type)
         if entry.device_type == parameter.device.type:
             device = parameter.device
+
         if entry.shape == tuple(parameter.shape):
             # It gets the memory order of the parameter, as if the optimizer had created it.
-            state[entry.name] = torch.zeros_like(
+            tensor = torch.zeros_like(
                 parameter, dtype=entry.dtype, device=device, requires_grad=False
             )
         else:
-            state[entry.name] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+            tensor = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+        state[entry.name] = tensor
 
     def average_(self, average: NodeAverage) -> None:
         """Average the moments over nodes, and replace step counts by their maximum.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
-        average.average_([value for _, value in self.moments()])
-        counts = [value for _, value, is_moment in self._tensors() if not is_moment]
-        _take_largest_(counts, average.device)
+        moments = [tensor for _, tensor in self.moments()]
+        average.average_(moments)
+        step_counts = list(self._step_counts())
+        _take_largest_(step_counts, average.device)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of each moment, such as momentum or mean squared gradients."""
-        for name, value, is_moment in self._tensors():
-            if is_moment:
-                yield name, value
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield the name of each tensor, the tensor, and whether it is a moment or a step count."""
         for entry in self._entries:
-            parameter = self._parameter_of(entry)
-            tensor = self._states[entry.optimizer][parameter][entry.name]
-            has_shape_of_moment = len(entry.shape) > 0 or entry.shape == tuple(parameter.shape)
-            has_dtype_of_moment = entry.dtype.is_floating_point or entry.dtype.is_complex
-            is_moment = has_shape_of_moment and has_dtype_of_moment and entry.name != "step"
-            yield entry.name, tensor, is_moment
+            if self._is_moment(entry):
+                yield entry.name, self._tensor_of(entry)
+
+    def _step_counts(self) -> Iterator[Tensor]:
+        for entry in self._entries:
+            if not self._is_moment(entry):
+                yield self._tensor_of(entry)
+
+    def _is_moment(self, entry: _Entry) -> bool:
+        """Return whether a state tensor is a moment, which is averaged, or else a step count."""
+        if entry.name == "step":
+            return False
+        # Optimizers may give a step count any name. A scalar is a moment only if the parameter is a scalar too.
+        is_scalar = len(entry.shape) == 0
+        if is_scalar and entry.shape != tuple(self._parameter_of(entry).shape):
+            return False
+        return entry.dtype.is_floating_point or entry.dtype.is_complex
+
+
+def _have_same_tensors(rank_states: Sequence[_RankState]) -> bool:
+    digests = {rank_state.digest for rank_state in rank_states}
+    return len(digests) == 1
 
 
 def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -203,7 +253,8 @@ def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _agreed_loss_scale(loss_scales: Sequence[dict[str, Any]]) -> dict[str, Any]:
     agreed_loss_scale = {}
     for key in loss_scales[0]:
-        agreed_loss_scale[key] = _smallest([loss_scale[key] for loss_scale in loss_scales])
+        values = [loss_scale[key] for loss_scale in loss_scales]
+        agreed_loss_scale[key] = _smallest(values)
     return agreed_loss_scale
 
 
@@ -217,27 +268,34 @@ def _smallest(values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def _sort_key(entry: _Entry) -> tuple[int, int, str, tuple[int, ...], str, str]:
-    # All fields are compared, so that all ranks have the same order.
-    key = (entry.optimizer, entry.parameter, entry.name)
-    return *key, entry.shape, str(entry.dtype), entry.device_type
-
-
 def _take_largest_(counts: Sequence[Tensor], device: torch.device) -> None:
-    """Replace each tensor in place by its elementwise maximum over all ranks."""
+    """Replace each tensor in place by its elementwise maximum over all ranks.
+
+    Collective: every rank of WORLD must call it, in the same order.
+
+    Args:
+        counts: Tensors of any dtypes on any devices.
+        device: Device on which the ranks' values are compared.
+    """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for count in counts:
-        groups.setdefault((count.dtype, count.device), []).append(count)
+        key = (count.dtype, count.device)
+        groups.setdefault(key, []).append(count)
+    for group in groups.values():
+        _take_largest_of_group_(group, device)
 
-    for (dtype, device_of_counts), group in groups.items():
-        wire_dtype = torch.int64
-        if dtype.is_floating_point:
-            wire_dtype = torch.float64
-        flat = torch.cat([count.reshape(-1) for count in group])
-        largest = flat.to(device, wire_dtype)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
 
-        numels = [count.numel() for count in group]
-        values = largest.to(device_of_counts, dtype).split(numels)
-        for count, value in zip(group, values, strict=True):
-            count.copy_(value.view(count.shape))
+def _take_largest_of_group_(counts: Sequence[Tensor], device: torch.device) -> None:
+    """Replace tensors of one dtype on one device by their maxima, with a single all-reduce."""
+    dtype = counts[0].dtype
+    wire_dtype = torch.int64
+    if dtype.is_floating_point:
+        wire_dtype = torch.float64
+    flat = torch.cat([count.reshape(-1) for count in counts])
+    largest = flat.to(device, wire_dtype)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+
+    largest = largest.to(counts[0].device, dtype)
+    numels = [count.numel() for count in counts]
+    for count, value in zip(counts, largest.split(numels), strict=True):
+        count.copy_(value.view(count.shape))

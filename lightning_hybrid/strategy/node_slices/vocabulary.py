@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,16 @@ def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
     >>> token_losses(nn.Linear(4, 3), torch.zeros(2, 5, 4), torch.full((2, 5), -100)).sum()
     tensor(0., grad_fn=<SumBackward0>)
     """
-    sliced = vars(head).get("sliced")
+    sliced: VocabularyHead | None = vars(head).get("sliced")
     if sliced is not None and not sliced.ranks.is_whole:
-        return cast("Tensor", sliced.losses_of(sliced.logits_of_slice(features), targets))
+        logits = sliced.logits_of_slice(features)
+        return sliced.losses_of(logits, targets)
 
     logits = head(features)
-    rows = _at_least_fp32(logits).flatten(0, -2)  # the last dimension holds the classes
-    losses = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORED, reduction="none")
+    wide_logits = _at_least_fp32(logits)
+    rows = wide_logits.flatten(0, -2)  # the last dimension holds the classes
+    flat_targets = targets.flatten()
+    losses = F.cross_entropy(rows, flat_targets, ignore_index=IGNORED, reduction="none")
     return losses.view(targets.shape)
 
 
@@ -53,7 +56,8 @@ class VocabularyEmbedding(SlicedLayer):
         ranks.refuse_unequal_batches(tokens)
         tokens = ranks.gather(tokens)
         indices, is_here = _rows_in_slice(tokens, self.slices["weight"])
-        rows = F.embedding(indices, self.averaged_parameter("weight"))
+        weight = self.averaged_parameter("weight")
+        rows = F.embedding(indices, weight)
         is_elsewhere = ~is_here
         rows = rows.masked_fill(is_elsewhere[..., None], 0)
 
@@ -70,8 +74,10 @@ class VocabularyHead(ColumnLinear):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of this rank's samples for all classes."""
-        logits = self.ranks.exchange_logits(self.logits_of_slice(features))
-        num_classes = self.slices["weight"].whole_shape[0]
+        logits_of_slice = self.logits_of_slice(features)
+        logits = self.ranks.exchange_logits(logits_of_slice)
+        weight_slice = self.slices["weight"]
+        num_classes = weight_slice.whole_shape[0]
         return logits[..., :num_classes]
 
     def logits_of_slice(self, features: Tensor) -> Tensor:
@@ -80,38 +86,48 @@ class VocabularyHead(ColumnLinear):
         The last slice may be padded to the length of the others. Padded classes have probability zero.
         """
         self.ranks.refuse_unequal_batches(features)
-        logits = super().forward(self.ranks.gather(features))
+        features = self.ranks.gather(features)
+        logits = super().forward(features)
         weight_slice = self.slices["weight"]
         num_classes = len(weight_slice.index)
-        if num_classes == weight_slice.length:
-            return logits
         num_padded = weight_slice.length - num_classes
-        return F.pad(logits[..., :num_classes], (0, num_padded), value=-torch.inf)
+        if num_padded == 0:
+            return logits
+        logits = logits[..., :num_classes]
+        return F.pad(logits, (0, num_padded), value=-torch.inf)
 
     def losses_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of this rank's targets, given logits that are sliced over classes.
+
+            loss_i = log sum_c exp(z_ic - max_i) - (z_i,target(i) - max_i)          max_i = max_c z_ic
+
+        The maxima cancel, and keep the exponentials from overflowing. Maxima and sums are taken over the classes of
+        all ranks of the node.
 
         Args:
             logits: Logits of all samples of the node for this rank's classes, `[g b, ..., classes / g]`.
             targets: Targets of this rank's samples, `[b, ...]`.
         """
         ranks = self.ranks
-        wide = _at_least_fp32(logits)
-        largest = wide.detach().amax(-1, keepdim=True)
+        wide_logits = _at_least_fp32(logits)
+        largest = wide_logits.detach().amax(-1, keepdim=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
-        shifted = wide - largest
+        shifted = wide_logits - largest
 
         all_targets = ranks.gather(targets)
         indices, is_here = _rows_in_slice(all_targets, self.slices["weight"], ignored=IGNORED)
-        target_logits = shifted.gather(-1, indices[..., None])[..., 0]
-        target_logits = torch.where(is_here, target_logits, 0.0)
+        class_indices = indices[..., None]
+        target_logits = shifted.gather(-1, class_indices)[..., 0]
+        target_logits_here = torch.where(is_here, target_logits, 0.0)
+        exp_sums_here = shifted.exp().sum(-1)
 
-        # Both sums over classes are sent in one message.
-        sums_here = shifted.exp().sum(-1)
-        terms = torch.stack([sums_here, target_logits], -1)
-        sums, target_logits = ranks.reduce_scatter(terms).unbind(-1)
-        losses = sums.log() - target_logits
-        return torch.where(targets != IGNORED, losses, 0.0)
+        # Both sums over the ranks' classes are sent in one message.
+        terms_here = torch.stack([exp_sums_here, target_logits_here], -1)
+        terms = ranks.reduce_scatter(terms_here)
+        exp_sums, target_logits = terms.unbind(-1)
+        losses = exp_sums.log() - target_logits
+        is_counted = targets != IGNORED
+        return torch.where(is_counted, losses, 0.0)
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:
@@ -148,6 +164,7 @@ def _rows_in_slice(
                 f"{num_rows - 1}{exception}. Check the labels."
             )
 
-    rows = numbers - weight_slice.ranks.rank * weight_slice.length
-    is_here = is_valid & (rows >= 0) & (rows < weight_slice.length)
-    return rows.where(is_here, 0), is_here
+    first_row = weight_slice.ranks.rank * weight_slice.length
+    indices = numbers - first_row
+    is_here = is_valid & (indices >= 0) & (indices < weight_slice.length)
+    return indices.where(is_here, 0), is_here

@@ -49,7 +49,9 @@ class Move(NamedTuple):
 
     def in_packed(self, packed: Tensor) -> Tensor:
         """Return a view of the range in the packed tensor."""
-        return packed[self.packed_begin : self.packed_begin + self.end - self.begin]
+        length = self.end - self.begin
+        packed_end = self.packed_begin + length
+        return packed[self.packed_begin : packed_end]
 
     def in_bucket(self, buffer: Tensor) -> Tensor:
         """Return a view of the range in the bucket."""
@@ -84,7 +86,11 @@ def packing_of(
     >>> packing_of([[(0, 3)], [(3, 4), (6, 8)]], [], chunks=[2, 4]).moves[1]
     [Move(packed_begin=1, begin=3, end=4), Move(packed_begin=4, begin=6, end=8)]
     """
-    moves = [_moves_of_rank(ranges, rank, len(owned), chunks) for rank, ranges in enumerate(owned)]
+    num_ranks = len(owned)
+    moves = []
+    for rank, ranges in enumerate(owned):
+        moves_of_rank = _moves_of_rank(ranges, rank, num_ranks, chunks)
+        moves.append(moves_of_rank)
     return Packing(numel=sum(chunks), moves=moves, whole_ranges=whole_ranges)
 
 
@@ -180,8 +186,9 @@ class GradientScatter:
         # The packed tensor is not kept between steps, to save memory.
         packed = buffer.new_zeros(packing.numel)
         for moves in packing.moves:
-            packed_pieces = [move.in_packed(packed) for move in moves]
-            _copy_(packed_pieces, [move.in_bucket(buffer) for move in moves])
+            pieces_in_packed = [move.in_packed(packed) for move in moves]
+            pieces_in_bucket = [move.in_bucket(buffer) for move in moves]
+            _copy_(pieces_in_packed, pieces_in_bucket)
         if before > 1:
             packed.div_(before)
         finish = partial(
@@ -197,23 +204,37 @@ class GradientScatter:
         """Start the all-reduce of the gradients that every rank needs."""
         buffer = bucket.buffer()
         ranges = packing.whole_ranges
-        flat = torch.cat([buffer[begin:end] for begin, end in ranges])
+        pieces = [buffer[begin:end] for begin, end in ranges]
+        flat = torch.cat(pieces)
         if before > 1:
             flat.div_(before)
         finish = partial(_store_ranges, buffer=buffer, ranges=ranges, divisor=after)
         return self._engine.submit(flat, bucket_index=bucket.index(), finish=finish)
 
     def _packing_of(self, bucket: dist.GradBucket) -> Packing | None:
+        """Return the packing of a bucket, or None if the bucket has to be averaged on all ranks."""
         if self._plan is not self._engine.plan:
             # A new plan has other chunks.
             self._plan = self._engine.plan
             self._packings.clear()
-        key = (bucket.index(), *map(id, bucket.parameters()))
+        parameter_ids = map(id, bucket.parameters())
+        key = (bucket.index(), *parameter_ids)
         if key not in self._packings:
             self._packings[key] = self._new_packing(bucket)
         return self._packings[key]
 
     def _new_packing(self, bucket: dist.GradBucket) -> Packing | None:
+        owned, whole_ranges = self._ranges_of(bucket)
+        longest = max(_numel_of(ranges) for ranges in owned)
+        if longest == 0:
+            return None
+        chunks = self._planned_chunks(bucket, longest)
+        if chunks is None:
+            return None
+        return packing_of(owned, whole_ranges, chunks)
+
+    def _ranges_of(self, bucket: dist.GradBucket) -> tuple[list[list[Range]], list[Range]]:
+        """Return the elements of a bucket that each rank owns, and those that are averaged on all ranks."""
         buffer = bucket.buffer()
         owned: list[list[Range]] = [[] for _ in range(self._num_ranks)]
         whole_ranges: list[Range] = []
@@ -221,26 +242,38 @@ class GradientScatter:
             num_bytes = gradient.data_ptr() - buffer.data_ptr()
             offset = num_bytes // buffer.element_size()
             shard = self._shard_of(parameter)
-            if shard is None or gradient.stride() != parameter.stride():
-                whole_ranges.append((offset, offset + gradient.numel()))
+            has_same_layout = gradient.stride() == parameter.stride()
+            if shard is None or not has_same_layout:
+                whole_range = (offset, offset + gradient.numel())
+                whole_ranges.append(whole_range)
                 continue
             for rank, (begin, end) in enumerate(shard.spans):
                 owned[rank].append((offset + begin, offset + end))
+        return owned, whole_ranges
 
-        longest = 0
-        for ranges in owned:
-            longest = max(longest, sum(end - begin for begin, end in ranges))
-        if longest == 0:
-            return None
-        alignment = self._num_ranks * SHARD_ALIGNMENT
-        numel = -(-longest // SHARD_ALIGNMENT) * alignment
-        plan = self._engine.planned(bucket.index(), numel, buffer.dtype)
+    def _planned_chunks(self, bucket: dist.GradBucket, longest: int) -> list[int] | None:
+        """Return the number of elements of each chunk of a bucket's packed tensor.
+
+        Returns None if the plan uses an algorithm without a reduce-scatter.
+
+        Args:
+            bucket: Bucket of gradients.
+            longest: Number of elements of the rank that owns the most.
+        """
+        shard_numel = -(-longest // SHARD_ALIGNMENT) * SHARD_ALIGNMENT  # with padding
+        numel = self._num_ranks * shard_numel
+        dtype = bucket.buffer().dtype
+        plan = self._engine.planned(bucket.index(), numel, dtype)
         if plan.algorithm != "two_level":
             return None
-        chunks = [numel]
-        if plan.num_chunks > 1:
-            chunks = chunk_numels(numel, plan.num_chunks, alignment=alignment)
-        return packing_of(owned, whole_ranges, chunks)
+        if plan.num_chunks <= 1:
+            return [numel]
+        alignment = self._num_ranks * SHARD_ALIGNMENT
+        return chunk_numels(numel, plan.num_chunks, alignment=alignment)
+
+
+def _numel_of(ranges: Sequence[Range]) -> int:
+    return sum(end - begin for begin, end in ranges)
 
 
 def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: float) -> Tensor:
@@ -248,7 +281,8 @@ def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: 
     averages = [move.in_packed(packed) for move in moves]
     if divisor != 1 and averages:
         torch._foreach_div_(averages, divisor)
-    _copy_([move.in_bucket(buffer) for move in moves], averages)
+    pieces_in_bucket = [move.in_bucket(buffer) for move in moves]
+    _copy_(pieces_in_bucket, averages)
     return buffer
 
 
@@ -256,8 +290,10 @@ def _store_ranges(flat: Tensor, *, buffer: Tensor, ranges: list[Range], divisor:
     """Divide the sums of gradients that all ranks need by `divisor`, and copy them into the bucket."""
     if divisor != 1:
         flat.div_(divisor)
-    numels = [end - begin for begin, end in ranges]
-    _copy_([buffer[begin:end] for begin, end in ranges], list(flat.split(numels)))
+    pieces = [buffer[begin:end] for begin, end in ranges]
+    numels = [piece.numel() for piece in pieces]
+    averages = list(flat.split(numels))
+    _copy_(pieces, averages)
     return buffer
 
 

@@ -41,9 +41,11 @@ class LateGather(TorchFunctionMode):
 
     def add(self, future: Future[Tensor], weights: Iterable[Tensor]) -> None:
         """Register a future that must complete before any of these weights is read."""
-        for weight in {id(weight): weight for weight in weights}.values():
-            self._weights[id(weight)] = weight
-            self._futures.setdefault(id(weight), []).append(future)
+        weights_by_key = {id(weight): weight for weight in weights}  # each weight once
+        self._weights.update(weights_by_key)
+        for key in weights_by_key:
+            futures = self._futures.setdefault(key, [])
+            futures.append(future)
 
     def wait(self, keys: Iterable[int] | None = None) -> None:
         """Wait until the all-gather of weights is complete.
@@ -52,7 +54,9 @@ class LateGather(TorchFunctionMode):
             keys: `id`s of the weights. Weights that are not being gathered are skipped. None: all weights.
         """
         began_s = self._trace.now_s()
-        for key in keys if keys is not None else list(self._futures):
+        if keys is None:
+            keys = list(self._futures)
+        for key in keys:
             futures = self._futures.pop(key, [])
             self._weights.pop(key, None)
             with self._trace.waiting():

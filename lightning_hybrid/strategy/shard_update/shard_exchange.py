@@ -9,10 +9,10 @@ the next one is packed, and received elements are copied to their tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,29 @@ NUM_LATE_CHUNKS = 16
 # Minimum number of elements of a chunk of a late gather, which is half a MiB in half precision.
 MIN_LATE_NUMEL = 1 << 18
 
-TensorSpan = tuple[int, int, int]
-"""Index of a tensor in a list, and its elements from begin to end."""
+
+class TensorSpan(NamedTuple):
+    """Range of elements of one of several tensors.
+
+    Attributes:
+        tensor: Index of the tensor in the list of tensors.
+        begin: First element.
+        end: One past the last element.
+    """
+
+    tensor: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the range."""
+        return self.end - self.begin
+
+    def of(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return a view of the range in its tensor, given all tensors, each flattened."""
+        row = rows[self.tensor]
+        return row[self.begin : self.end]
 
 
 @dataclass
@@ -56,8 +77,11 @@ def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Pa
         spans: For each tensor, the begin and end of each rank's elements.
         numel: Maximum number of elements of one rank in a chunk.
 
-    >>> [chunk.spans for chunk in chunks_of([[(0, 4), (4, 9)], [(2, 4), (0, 2)]], numel=6)]
-    [[[(0, 0, 4), (1, 2, 4)], [(0, 4, 9), (1, 0, 1)]], [[], [(1, 1, 2)]]]
+    >>> chunks = chunks_of([[(0, 4), (4, 9)], [(2, 4), (0, 2)]], numel=6)
+    >>> chunks[0].spans[1]  # rank 1 has 7 elements, of which 6 fit into the first chunk
+    [TensorSpan(tensor=0, begin=4, end=9), TensorSpan(tensor=1, begin=0, end=1)]
+    >>> chunks[1].spans
+    [[], [TensorSpan(tensor=1, begin=1, end=2)]]
     """
     num_ranks = len(spans[0])
     pieces_by_rank = []
@@ -73,7 +97,8 @@ def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Pa
         for pieces in pieces_by_rank:
             chunk_spans = pieces[index] if index < len(pieces) else []
             chunk.spans.append(chunk_spans)
-            longest = max(longest, _numel_of(chunk_spans))
+            numel_of_rank = sum(span.numel for span in chunk_spans)
+            longest = max(longest, numel_of_rank)
         chunk.numel = -(-longest // PART_ALIGNMENT) * PART_ALIGNMENT
         chunks.append(chunk)
     return chunks
@@ -89,14 +114,11 @@ def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[TensorSpan]]
                 pieces.append([])
                 room = numel
             length = min(room, end - begin)
-            pieces[-1].append((index, begin, begin + length))
+            span = TensorSpan(index, begin, begin + length)
+            pieces[-1].append(span)
             begin += length
             room -= length
     return pieces
-
-
-def _numel_of(spans: Iterable[TensorSpan]) -> int:
-    return sum(end - begin for _, begin, end in spans)
 
 
 class ShardExchange:
@@ -123,18 +145,21 @@ class ShardExchange:
 
     def add_up_(self, table: Tensor) -> None:
         """All-reduce a tensor over the ranks that share the update, in place."""
+        flat = table.view(-1)
         exchange = self._exchange_named("sum")
-        self._wait_for(self._engine.submit(table.view(-1), bucket_index=0, exchange=exchange))
+        future = self._engine.submit(flat, bucket_index=0, exchange=exchange)
+        self._wait_for(future)
 
     def largest(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the largest absolute value in the tensors of all ranks.
 
         A rank may pass no tensors.
         """
+        # Each rank writes its own element, so the sum over ranks holds the values of all ranks.
         table = torch.zeros(self.num_ranks, device=self._engine.device)
         for tensor in tensors:
             if tensor.numel():
-                magnitude = torch.linalg.vector_norm(tensor, float("inf"))
+                magnitude = torch.linalg.vector_norm(tensor, torch.inf)
                 table[self.rank] = torch.maximum(table[self.rank], magnitude)
         self.add_up_(table)
         return table.amax()
@@ -160,8 +185,9 @@ class ShardExchange:
             values = []
             for index in indices:
                 row = flattened(tensors[index], shards[index].whole)
+                value = _part_of_row(row, shards[index])
                 rows.append(row)
-                values.append(_part_of_row(row, shards[index]))
+                values.append(value)
             self._exchange("gather", shards_of_dtype, values, rows, late=late)
 
     @torch.no_grad()
@@ -178,14 +204,17 @@ class ShardExchange:
         if self.is_first:
             wholes = []
             for shard, value in zip(shards, values, strict=True):
-                wholes.append(torch.empty_like(shard.whole, dtype=value.dtype, device="cpu"))
+                whole = torch.empty_like(shard.whole, dtype=value.dtype, device="cpu")
+                wholes.append(whole)
 
         for indices in _indices_by_dtype(values):
             rows = None
             if wholes is not None:
-                rows = [flattened(wholes[index], shards[index].whole) for index in indices]
-                for row, index in zip(rows, indices, strict=True):
+                rows = []
+                for index in indices:
+                    row = flattened(wholes[index], shards[index].whole)
                     _part_of_row(row, shards[index]).copy_(values[index])
+                    rows.append(row)
             shards_of_dtype = [shards[index] for index in indices]
             values_of_dtype = [values[index] for index in indices]
             self._exchange("collect", shards_of_dtype, values_of_dtype, rows)
@@ -209,29 +238,25 @@ class ShardExchange:
             late: As in `gather_`.
         """
         layout = self._layout(shards, is_late=late is not None)
-        begins = [shard.spans[self.rank][0] for shard in shards]
         # The buffers are not kept between steps, to save memory. A late gather needs all of them at once.
-        largest = max((chunk.numel for chunk in layout), default=0) * self.num_ranks
+        longest = max((chunk.numel for chunk in layout), default=0)
+        buffer_numel = longest * self.num_ranks
         num_buffers = min(len(layout), 2)
         if late is not None:
             num_buffers = len(layout)
         device = self._engine.device
-        memory = [values[0].new_zeros(largest, device=device) for _ in range(num_buffers)]
+        buffers = [values[0].new_zeros(buffer_numel, device=device) for _ in range(num_buffers)]
 
+        is_in_update: bool | None = True
+        if late is not None:
+            is_in_update = None  # the optimizer step does not wait for the result
         pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(layout):
             if len(pending) == 2:
                 self._wait_for(pending.popleft())  # its buffer is used again
-            flat = memory[index % num_buffers][: chunk.numel * self.num_ranks]
-            packed_rows = self._packed_rows(flat, chunk, self.rank)
-            if packed_rows:
-                pieces = []
-                for tensor_index, begin, end in chunk.spans[self.rank]:
-                    offset = begins[tensor_index]
-                    pieces.append(values[tensor_index][begin - offset : end - offset])
-                torch._foreach_copy_(packed_rows, pieces)
-
-            is_in_update = True if late is None else None
+            buffer = buffers[index % num_buffers]
+            flat = buffer[: chunk.numel * self.num_ranks]
+            self._pack(flat, chunk, shards, values)
             future = self._engine.submit(
                 flat,
                 bucket_index=index,
@@ -250,25 +275,46 @@ class ShardExchange:
         with self._engine.trace.waiting():
             future.wait()
 
+    def _pack(
+        self,
+        flat: Tensor,
+        chunk: PackedChunk,
+        shards: Sequence[ParameterShard],
+        values: Sequence[Tensor],
+    ) -> None:
+        """Copy this rank's elements into the memory of a chunk."""
+        pieces = []
+        for span in chunk.spans[self.rank]:
+            # Spans count the elements of the full tensor, and `values` hold this rank's elements only.
+            offset, _ = shards[span.tensor].spans[self.rank]
+            value = values[span.tensor]
+            pieces.append(value[span.begin - offset : span.end - offset])
+        if pieces:
+            packed_pieces = self._packed_pieces(flat, chunk, self.rank)
+            torch._foreach_copy_(packed_pieces, pieces)
+
     @torch.no_grad()
     def _unpack(self, flat: Tensor, *, chunk: PackedChunk, rows: Sequence[Tensor] | None) -> Tensor:
         """Copy other ranks' elements from a received chunk into the full tensors.
 
         It runs on the stream or thread of the engine's last stage.
         """
+        if rows is None:
+            return flat
         for rank, spans in enumerate(chunk.spans):
-            if rows is not None and rank != self.rank and spans:
-                destinations = [rows[index][begin:end] for index, begin, end in spans]
-                torch._foreach_copy_(destinations, self._packed_rows(flat, chunk, rank))
+            if rank == self.rank or not spans:
+                continue
+            destinations = [span.of(rows) for span in spans]
+            packed_pieces = self._packed_pieces(flat, chunk, rank)
+            torch._foreach_copy_(destinations, packed_pieces)
         return flat
 
-    def _packed_rows(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
-        """Return views of one rank's tensor spans in the memory of a chunk."""
-        numels = [end - begin for _, begin, end in chunk.spans[rank]]
-        if not numels:
-            return []
-        elements_of_rank = flat[rank * chunk.numel :]
-        return list(elements_of_rank[: sum(numels)].split(numels))
+    def _packed_pieces(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
+        """Return views of one rank's tensor spans in the memory of a chunk. It must have at least one."""
+        numels = [span.numel for span in chunk.spans[rank]]
+        begin = rank * chunk.numel
+        end = begin + sum(numels)
+        return list(flat[begin:end].split(numels))
 
     def _exchange_named(self, kind: Literal["sum", "gather", "collect"]) -> Any:
         """Return the name under which the engine knows a collective of the ranks that share the update."""
@@ -277,15 +323,23 @@ class ShardExchange:
         return f"world_{kind}"
 
     def _layout(self, shards: Sequence[ParameterShard], *, is_late: bool) -> list[PackedChunk]:
-        key = (is_late, *map(id, shards))
+        shard_ids = map(id, shards)
+        key = (is_late, *shard_ids)
         if key not in self._layouts:
             numel = CHUNK_NUMEL
             if is_late:
-                total = sum(shard.whole.numel() for shard in shards)
-                numel = min(CHUNK_NUMEL, max(total // NUM_LATE_CHUNKS, MIN_LATE_NUMEL))
+                numel = _late_chunk_numel(shards)
             spans = [shard.spans for shard in shards]
             self._layouts[key] = chunks_of(spans, numel // self.num_ranks)
         return self._layouts[key]
+
+
+def _late_chunk_numel(shards: Sequence[ParameterShard]) -> int:
+    """Return the number of elements of a chunk of a late gather, over all ranks."""
+    total = sum(shard.whole.numel() for shard in shards)
+    numel = total // NUM_LATE_CHUNKS
+    numel = max(numel, MIN_LATE_NUMEL)
+    return min(numel, CHUNK_NUMEL)
 
 
 def _indices_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -309,6 +363,7 @@ def _parameters_in(chunk: PackedChunk, shards: Sequence[ParameterShard]) -> list
     """Return the parameters that have elements in a chunk, possibly with repetitions."""
     parameters: list[Tensor] = []
     for spans in chunk.spans:
-        for index, _, _ in spans:
-            parameters.append(shards[index].parameter)
+        for span in spans:
+            shard = shards[span.tensor]
+            parameters.append(shard.parameter)
     return parameters

@@ -78,7 +78,8 @@ class ParameterShard:
         It is a view if the memory layout allows it, and otherwise a copy.
         """
         begin, end = self.spans[self.rank]
-        return flattened(tensor, self.whole)[begin:end]
+        flat = flattened(tensor, self.whole)
+        return flat[begin:end]
 
     def show_part(self) -> None:
         """Swap this rank's shard and its gradient into the parameter."""
@@ -154,11 +155,13 @@ class MasterShard(ParameterShard):
 
     def _show_half(self) -> None:
         """Swap the half-precision copy into the parameter and free the memory of the full fp32 values."""
-        self._pair.open()
-        self._pair.fp32.data = torch.empty(0, device=self._pair.half.device)
+        pair = self._pair
+        pair.open()
+        pair.fp32.data = torch.empty(0, device=pair.half.device)
         # These replace the methods that `ParameterPair.open` sets, which would copy the freed memory.
-        vars(self._pair.parameter)["__deepcopy__"] = self._deepcopy
-        vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
+        attributes = vars(pair.parameter)
+        attributes["__deepcopy__"] = self._deepcopy
+        attributes["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
         """Switch the parameter to the given full fp32 values, keeping its gradient."""
@@ -196,7 +199,8 @@ class MasterShard(ParameterShard):
         if half.device.type == "cpu" and is_rounded(half, master):
             return
         # On other devices this test is skipped, because the host would wait for its result.
-        torch.where(raw_bits(master.to(half.dtype)) == raw_bits(half), master, half, out=master)
+        is_unwritten = raw_bits(master.to(half.dtype)) == raw_bits(half)
+        torch.where(is_unwritten, master, half, out=master)
 
     def fp32_values(self) -> Tensor:
         """Return the full master weights if they are gathered, or else the half-precision copy in fp32."""
@@ -215,18 +219,21 @@ class MasterShard(ParameterShard):
         and loading them leaves the master weights unchanged.
         """
         part = self.part_of(value).to(self.whole.device)
-        if not torch.equal(part, self.part_of(self.whole).float()):
+        rounded_part = self.part_of(self.whole).float()
+        if not torch.equal(part, rounded_part):
             self.values.copy_(part)
 
     # ---- copies made during the run --------------------------------------------------------------------------------
 
     def _fp32_copy(self) -> nn.Parameter:
-        return nn.Parameter(self.fp32_values().clone(), requires_grad=self.parameter.requires_grad)
+        values = self.fp32_values().clone()
+        return nn.Parameter(values, requires_grad=self.parameter.requires_grad)
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self.parameter) not in memo:
-            memo[id(self.parameter)] = self._fp32_copy()
-        return memo[id(self.parameter)]
+        key = id(self.parameter)
+        if key not in memo:
+            memo[key] = self._fp32_copy()
+        return memo[key]
 
     def _reduce_ex(self, protocol: Any) -> Any:
         return self._fp32_copy().__reduce_ex__(protocol)
@@ -237,7 +244,8 @@ class WeightShard(ParameterShard):
 
     def __init__(self, name: str, parameter: nn.Parameter, spans: list[Span], rank: int) -> None:
         begin, end = spans[rank]
-        view = flattened(parameter, parameter)[begin:end]
+        flat = flattened(parameter, parameter)
+        view = flat[begin:end]
         part = nn.Parameter(view, requires_grad=parameter.requires_grad)
         super().__init__(name, parameter, part, spans, rank)
 

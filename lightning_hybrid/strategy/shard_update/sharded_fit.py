@@ -80,46 +80,54 @@ class ShardedFit:
     # ---- cutting ---------------------------------------------------------------------------------------------------
 
     def _cut_parameters(self, module: nn.Module) -> None:
+        """Create a shard of each parameter that can be sharded."""
         rank = self.exchange.rank
-        num_parts = self.exchange.num_ranks
-        parameters = list(self._parameters_to_cut(num_parts))
-        spans_of_parameters = spans_by_rank(
-            [parameter.numel() for parameter in parameters], num_parts
-        )
+        parameters = list(self._parameters_to_cut())
+        numels = [parameter.numel() for parameter in parameters]
+        all_spans = spans_by_rank(numels, self.exchange.num_ranks)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for parameter, own_spans in zip(parameters, spans_of_parameters, strict=True):
+        for parameter, parameter_spans in zip(parameters, all_spans, strict=True):
             key = id(parameter)
+            shard: ParameterShard
             if self._window is None:
-                self.shards[key] = WeightShard(
-                    names.get(key, "parameter"), parameter, own_spans, rank
-                )
+                name = names.get(key, "parameter")
+                shard = WeightShard(name, parameter, parameter_spans, rank)
             else:
-                self.shards[key] = MasterShard(self._window.pairs.pop(key), own_spans, rank)
+                pair = self._window.pairs.pop(key)
+                shard = MasterShard(pair, parameter_spans, rank)
+            self.shards[key] = shard
 
-    def _parameters_to_cut(self, num_parts: int) -> Iterator[nn.Parameter]:
-        # With `"world"` most tensors have fewer blocks than there are ranks. Some ranks then have an empty shard.
-        num_least = num_parts if self.exchange.is_in_node else 2
+    def _parameters_to_cut(self) -> Iterator[nn.Parameter]:
         seen: set[int] = set()
         for optimizer in self._optimizers:
             for parameter in parameters_of(optimizer):
-                # Parameters that DDP ignores, such as slices of layers, differ between ranks and cannot be sharded.
-                # Parameters of other pipeline stages are on the meta device.
-                is_common = not getattr(parameter, "_ddp_ignored", False) and not parameter.is_meta
-                is_large = is_split(parameter.numel(), num_least, BLOCK) and not has_gaps(parameter)
-                has_master = self._window is None or self._window.pair_of(parameter) is not None
-                if id(parameter) not in seen and is_common and is_large and has_master:
+                if id(parameter) not in seen and self._can_be_cut(parameter):
                     assert isinstance(parameter, nn.Parameter)
                     seen.add(id(parameter))
                     yield parameter
+
+    def _can_be_cut(self, parameter: Tensor) -> bool:
+        # Parameters that DDP ignores, such as slices of layers, differ between ranks and cannot be sharded.
+        if getattr(parameter, "_ddp_ignored", False):
+            return False
+        if parameter.is_meta:  # a parameter of another pipeline stage
+            return False
+
+        # With `"world"` most tensors have fewer blocks than there are ranks. Some ranks then have an empty shard.
+        min_parts = 2
+        if self.exchange.is_in_node:
+            min_parts = self.exchange.num_ranks
+        if not is_split(parameter.numel(), min_parts, BLOCK) or has_gaps(parameter):
+            return False
+        return self._window is None or self._window.pair_of(parameter) is not None
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Shard an optimizer's existing state, and make the optimizer work with shards."""
         # Some optimizers create state in their constructor.
         for parameter in parameters_of(optimizer):
-            if id(parameter) in self.shards and parameter in optimizer.state:
-                optimizer.state[parameter] = cut(
-                    optimizer.state[parameter], self.shard_of(parameter)
-                )
+            shard = self.shard_of(parameter)
+            if shard is not None and parameter in optimizer.state:
+                optimizer.state[parameter] = cut(optimizer.state[parameter], shard)
 
         self._lend_parts(optimizer)
         before = optimizer.register_load_state_dict_pre_hook(self._before_loading)
@@ -155,13 +163,11 @@ class ShardedFit:
         self._precision.largest_of_parts = self._largest_gradient
         self._window.before_open.append(self._before_open)
         self._lent.callback(self._leave_precision)
-        hooks = StateDictHooks(
-            module, {id(shard.parameter): shard for shard in self._master_shards}
-        )
+        master_shards = {id(shard.parameter): shard for shard in self._master_shards}
+        hooks = StateDictHooks(module, master_shards)
         self._lent.callback(hooks.remove)
-        self._lent.enter_context(
-            averaging_whole_values(module.trainer.callbacks, self.whole_values)
-        )
+        weight_averaging = averaging_whole_values(module.trainer.callbacks, self.whole_values)
+        self._lent.enter_context(weight_averaging)
 
     def _leave_precision(self) -> None:
         self._precision.update_context = nullcontext
@@ -196,7 +202,9 @@ class ShardedFit:
                 continue
             # Outside this rank's shard, the gradient may not be averaged.
             shard = self.shard_of(parameter)
-            gradients.append(gradient if shard is None else shard.part_of(gradient))
+            if shard is not None:
+                gradient = shard.part_of(gradient)
+            gradients.append(gradient)
         return self.exchange.largest(gradients)
 
     def scatter_gradients(self, state: HookState, *, is_possible: bool) -> None:
@@ -208,10 +216,10 @@ class ShardedFit:
         """
         engine = state.engine
         assert engine is not None
-        is_plain = state.comm_dtype is None and isinstance(
-            engine.dtype_across_nodes, torch.dtype | None
-        )
-        self.scatter = GradientScatter(engine, self.shard_of, is_possible=is_possible and is_plain)
+        has_codec = not isinstance(engine.dtype_across_nodes, torch.dtype | None)
+        if state.comm_dtype is not None or has_codec:
+            is_possible = False
+        self.scatter = GradientScatter(engine, self.shard_of, is_possible=is_possible)
         state.scatter = self.scatter
 
     def is_unobserved(self, module: Any) -> bool:
@@ -325,9 +333,11 @@ class ShardedFit:
         self._wait()
         self._take_writes(shards)
         wholes = self.exchange.collect(shards, [shard.values for shard in shards])
-        for index, shard in enumerate(shards):
+        if wholes is None:
             # Other ranks save nothing, so they use their half-precision copy and need no memory.
-            shard.collected = shard.whole if wholes is None else wholes[index]
+            wholes = [shard.whole for shard in shards]
+        for shard, whole in zip(shards, wholes, strict=True):
+            shard.collected = whole
 
     def drop_masters(self) -> None:
         """Free the full master weights that `collect_masters` has gathered."""
@@ -381,9 +391,11 @@ class ShardedFit:
         self._wait()
         for shard in self._shards_of(optimizer):
             shard.show_part()
-        return with_entries(
-            state, optimizer, lambda parameter, entry: cut(entry, self.shard_of(parameter))
-        )
+
+        def cut_entry(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+            return cut(entry, self.shard_of(parameter))
+
+        return with_entries(state, optimizer, cut_entry)
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         for shard in self._shards_of(optimizer):
@@ -412,10 +424,10 @@ class ShardedFit:
     def _make_state_whole(self) -> None:
         # Only rank zero needs the full state, because `trainer.save_checkpoint` may still write it there.
         for optimizer in self._optimizers:
-            whole = self.state_dict(optimizer, optimizer.state_dict())
+            state = self.state_dict(optimizer, optimizer.state_dict())
             if not self.exchange.is_first:
                 continue
-            for parameter, entry in zip(parameters_of(optimizer), _entries(whole), strict=True):
+            for parameter, entry in zip(parameters_of(optimizer), _entries(state), strict=True):
                 if self.shard_of(parameter) is not None and entry:
                     optimizer.state[parameter] = entry
 
@@ -425,36 +437,46 @@ def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int,
 
     Each tensor is split into one range per rank. The rank that has the fewest elements so far gets the longest range.
 
-    >>> spans_by_rank([3 * BLOCK, 3 * BLOCK], 2)  # three blocks are one and two: the second the other way round
+    >>> spans_by_rank([3 * BLOCK, 3 * BLOCK], 2)  # one and two blocks: the ranks swap lengths for the second tensor
     [[(16384, 49152), (0, 16384)], [(0, 16384), (16384, 49152)]]
     """
-    held = [0] * num_parts
-    found = []
+    num_held = [0] * num_parts  # number of elements that each rank has so far
+    spans_of_tensors = []
     for numel in numels:
-        longest_first = sorted(spans(numel, num_parts, BLOCK), key=lambda span: span[0] - span[1])
-        least_first = sorted(range(num_parts), key=held.__getitem__)
-        of_rank = dict(zip(least_first, longest_first, strict=True))
-        held = [sum_ + of_rank[rank][1] - of_rank[rank][0] for rank, sum_ in enumerate(held)]
-        found.append([of_rank[rank] for rank in range(num_parts)])
-    return found
+        longest_first = sorted(spans(numel, num_parts, BLOCK), key=_length, reverse=True)
+        ranks = sorted(range(num_parts), key=num_held.__getitem__)  # fewest elements first
+        spans_of_ranks = [(0, 0)] * num_parts
+        for rank, span in zip(ranks, longest_first, strict=True):
+            spans_of_ranks[rank] = span
+            num_held[rank] += _length(span)
+        spans_of_tensors.append(spans_of_ranks)
+    return spans_of_tensors
+
+
+def _length(span: tuple[int, int]) -> int:
+    begin, end = span
+    return end - begin
 
 
 def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [
-        state["state"].get(index, {})
-        for group in state["param_groups"]
-        for index in group["params"]
-    ]
+    """Return the entry of each parameter in an optimizer state dict. It is empty if there is no state yet."""
+    entries = []
+    for group in state["param_groups"]:
+        for index in group["params"]:
+            entry = state["state"].get(index, {})
+            entries.append(entry)
+    return entries
 
 
 def cut(entry: Mapping[str, Any], shard: ParameterShard | None) -> dict[str, Any]:
     """Return a parameter's optimizer state with each full tensor replaced by this rank's shard."""
-    return {
-        name: shard.part_of(value).clone()
-        if shard and isinstance(value, Tensor) and value.shape == shard.whole.shape
-        else value
-        for name, value in entry.items()
-    }
+    cut_entry = dict(entry)
+    if shard is None:
+        return cut_entry
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and value.shape == shard.whole.shape:
+            cut_entry[name] = shard.part_of(value).clone()
+    return cut_entry
 
 
 def collected_state_dict(
@@ -467,30 +489,38 @@ def collected_state_dict(
 
     Collective: every rank must call it, in the same order.
     """
-    tensors: list[tuple[ParameterShard, Tensor]] = []
+    shards: list[ParameterShard] = []
+    values: list[Tensor] = []
 
-    def note(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    def list_parts(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
         shard = shard_of(parameter)
-        tensors.extend(
-            (shard, value) for value in entry.values() if shard and _is_part(value, shard)
-        )
+        if shard is not None:
+            for name in _names_of_parts(entry, shard):
+                shards.append(shard)
+                values.append(entry[name])
         return entry
 
-    with_entries(state, optimizer, note)
-    wholes = exchange.collect([shard for shard, _ in tensors], [value for _, value in tensors])
+    with_entries(state, optimizer, list_parts)
+    wholes = exchange.collect(shards, values)
     if wholes is None:
         return dict(state)
-    waiting = iter(wholes)
+    next_wholes = iter(wholes)  # in the order of `values`, in which the entries are visited again
 
-    def whole(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    def with_wholes(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        whole_entry = dict(entry)
         shard = shard_of(parameter)
-        return {
-            name: next(waiting) if shard and _is_part(value, shard) else value
-            for name, value in entry.items()
-        }
+        if shard is not None:
+            for name in _names_of_parts(entry, shard):
+                whole_entry[name] = next(next_wholes)
+        return whole_entry
 
-    return with_entries(state, optimizer, whole)
+    return with_entries(state, optimizer, with_wholes)
 
 
-def _is_part(value: Any, shard: ParameterShard) -> bool:
-    return isinstance(value, Tensor) and value.shape == shard.values.shape
+def _names_of_parts(entry: Mapping[str, Any], shard: ParameterShard) -> list[str]:
+    """Return the names of the tensors in a parameter's optimizer state that have the shape of its shard."""
+    names = []
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and value.shape == shard.values.shape:
+            names.append(name)
+    return names

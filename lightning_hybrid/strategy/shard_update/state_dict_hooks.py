@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,31 +25,43 @@ class StateDictHooks:
         self._shards = shards
         self._handles: list[Any] = []
         for child in module.modules():
-            parameters = child.parameters(recurse=False)
-            if any(id(parameter) in shards for parameter in parameters):
-                save_hook = ModuleHook(self._save_fp32)
-                load_hook = ModuleHook(self._load_fp32)
-                self._handles.append(child.register_state_dict_post_hook(save_hook))
-                self._handles.append(child.register_load_state_dict_pre_hook(load_hook))
+            has_shards = any(self._shards_in(child))
+            if has_shards:
+                self._add_hooks(child)
+
+    def _shards_in(self, module: nn.Module) -> Iterator[tuple[str, MasterShard]]:
+        """Yield the name and the shard of each parameter that the module holds directly."""
+        for name, parameter in module._parameters.items():
+            shard = self._shards.get(id(parameter))
+            if shard is not None:
+                yield name, shard
+
+    def _add_hooks(self, module: nn.Module) -> None:
+        save_hook = ModuleHook(self._save_fp32)
+        save_handle = module.register_state_dict_post_hook(save_hook)
+        self._handles.append(save_handle)
+        load_hook = ModuleHook(self._load_fp32)
+        load_handle = module.register_load_state_dict_pre_hook(load_hook)
+        self._handles.append(load_handle)
 
     def _save_fp32(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        for name, parameter in module._parameters.items():
-            shard = self._shards.get(id(parameter))
-            if shard is None:
-                continue
-            # With `keep_vars=True` the state dict holds the parameter itself.
+        for name, shard in self._shards_in(module):
             key = prefix + name
-            if state.get(key, parameter) is not parameter:
+            # With `keep_vars=True` the state dict holds the parameter itself.
+            parameter = shard.parameter
+            saved_value = state.get(key, parameter)
+            if saved_value is not parameter:
                 state[key] = shard.fp32_values()
 
     def _load_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, parameter in module._parameters.items():
-            shard = self._shards.get(id(parameter))
-            value = state.get(prefix + name)
-            if shard is None or not isinstance(value, Tensor):
+        for name, shard in self._shards_in(module):
+            key = prefix + name
+            value = state.get(key)
+            if not isinstance(value, Tensor):
                 continue
+            # torch itself reports a tensor of another shape.
             if value.shape == shard.whole.shape:
                 shard.load_(value)
 

@@ -55,7 +55,9 @@ def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
     # The generator has no state: a resumed run, or another rank, draws the same numbers directly.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     counter = np.array([0, image, 0, 0], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(NUM_DRAWS)
+    bit_generator = np.random.Philox(key=key, counter=counter)
+    generator = np.random.Generator(bit_generator)
+    return generator.random(NUM_DRAWS)
 
 
 def random_box(
@@ -89,26 +91,40 @@ def random_box(
     >>> random_box(10, 200, [0.5] * 23, area=(1.0, 1.0), aspect=(0.75, 1.25))
     Box(top=0, left=94, height=10, width=12)
     """
+    min_area = area[0]
+    max_area = area[1]
+    min_aspect = aspect[0]
+    max_aspect = aspect[1]
     # The aspect ratio is uniform in the logarithm, so that 4:3 is as likely as 3:4.
-    log_least = math.log(aspect[0])
-    log_most = math.log(aspect[1])
-    for k in range(3, NUM_DRAWS, 2):
-        pixels = height * width * (area[0] + (area[1] - area[0]) * draws[k])
-        ratio = math.exp(log_least + (log_most - log_least) * draws[k + 1])
-        box_width = round(math.sqrt(pixels * ratio))
-        box_height = round(math.sqrt(pixels / ratio))
+    min_log = math.log(min_aspect)
+    max_log = math.log(max_aspect)
+    for k in range(NUM_TRIES):
+        area_draw = draws[3 + 2 * k]
+        aspect_draw = draws[4 + 2 * k]
+        box_area = height * width * (min_area + (max_area - min_area) * area_draw)
+        box_aspect = math.exp(min_log + (max_log - min_log) * aspect_draw)
+        box_width = round(math.sqrt(box_area * box_aspect))
+        box_height = round(math.sqrt(box_area / box_aspect))
         if 0 < box_width <= width and 0 < box_height <= height:
             # + 1: the last position is as likely as the others. A draw is below 1, so the box stays inside the image.
             top = int(draws[0] * (height - box_height + 1))
             left = int(draws[1] * (width - box_width + 1))
             return Box(top, left, box_height, box_width)
+
     box_width = width
     box_height = height
-    if width / height < aspect[0]:
-        box_height = round(width / aspect[0])
-    elif width / height > aspect[1]:
-        box_width = round(height * aspect[1])
-    return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+    image_aspect = width / height
+    if image_aspect < min_aspect:
+        box_height = round(width / min_aspect)
+    elif image_aspect > max_aspect:
+        box_width = round(height * max_aspect)
+    return _centred_box(height, width, box_height, box_width)
+
+
+def _centred_box(height: int, width: int, box_height: int, box_width: int) -> Box:
+    top = (height - box_height) // 2
+    left = (width - box_width) // 2
+    return Box(top, left, box_height, box_width)
 
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
@@ -116,9 +132,10 @@ def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
 
     Values differ from Pillow's by at most one grey level.
     """
-    # channels_last strides, which the result keeps
-    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
-    return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
+    images = torch.from_numpy(pixels)[None]
+    # This gives channels_last strides, which the result keeps.
+    images = images.permute(0, 3, 1, 2)
+    return F.interpolate(images, size=(height, width), mode="bilinear", antialias=True)
 
 
 def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
@@ -126,14 +143,18 @@ def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
 
     `row` is uint8 `"3 image_size image_size"`.
     """
-    top, left, height, width = frame.box
-    size = row.shape[-1]
     # Crop first, then resize, as in torchvision's `resized_crop`.
-    crop = resized(
-        pixels[top : top + height, left : left + width], height=frame.height, width=frame.width
-    )
-    crop = crop[0, :, frame.top : frame.top + size, frame.left : frame.left + size]
-    row.copy_(crop.flip(-1) if frame.flip else crop)
+    box = frame.box
+    region = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+    image = resized(region, height=frame.height, width=frame.width)[0]
+
+    size = row.shape[-1]
+    bottom = frame.top + size
+    right = frame.left + size
+    crop = image[:, frame.top : bottom, frame.left : right]
+    if frame.flip:
+        crop = crop.flip(-1)
+    row.copy_(crop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +189,8 @@ class TrainCrop:
         box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
         # The draw is reserved even without `flip`, so that the option does not change the crops.
         is_flipped = self.flip and bool(draws[2] < 0.5)
-        return Frame(box, self.image_size, self.image_size, top=0, left=0, flip=is_flipped)
+        size = self.image_size
+        return Frame(box, height=size, width=size, top=0, left=0, flip=is_flipped)
 
 
 # Maximum aspect ratio that evaluation resizes. Our choice, far beyond any photograph.
@@ -199,23 +221,17 @@ class EvalCrop:
 
         They are the same in every epoch.
         """
-        whole = _middle(height, width)
-        height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
+        # A more elongated image would take gigabytes after resizing.
+        max_side = MAX_ASPECT * min(height, width)
+        box_height = min(height, max_side)
+        box_width = min(width, max_side)
+        box = _centred_box(height, width, box_height, box_width)
+        height, width = short_side_resized(box_height, box_width, short_side=self.eval_resize)
+
         # round() and not //, as in torchvision's CenterCrop.
         top = round((height - self.image_size) / 2)
         left = round((width - self.image_size) / 2)
-        return Frame(whole, height, width, top=top, left=left, flip=False)
-
-
-def _middle(height: int, width: int) -> Box:
-    # A more elongated image would take gigabytes after resizing.
-    most = MAX_ASPECT * min(height, width)
-    return Box(
-        max(0, (height - most) // 2),
-        max(0, (width - most) // 2),
-        min(height, most),
-        min(width, most),
-    )
+        return Frame(box, height=height, width=width, top=top, left=left, flip=False)
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:
