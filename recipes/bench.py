@@ -1,4 +1,4 @@
-"""Command that benchmarks single all-reduces, the all-reduce of all gradients of a network, and training steps.
+"""Command that benchmarks all-reduces of buffers and gradients, and training steps.
 
 Run `python recipes/bench.py devices=4`, or use torchrun.
 """

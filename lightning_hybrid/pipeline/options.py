@@ -201,6 +201,8 @@ def warn_of_last_batch(trainer: Any, num_microbatches: int) -> None:
     The batch itself raises an error, but only at the end of the first epoch, whose steps are lost then. This is not an
     error, because a `collate_fn` may change the number of rows.
     """
+    if 0 <= trainer.max_steps < trainer.num_training_batches:
+        return  # The run ends before the last batch of the first epoch.
     for loader in trainer.fit_loop._combined_loader.flattened:
         num_last = _num_last_samples(loader, trainer.num_training_batches)
         if num_last % num_microbatches:

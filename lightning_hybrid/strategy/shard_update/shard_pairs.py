@@ -159,9 +159,8 @@ class MasterShard(ParameterShard):
         pair.open()
         pair.fp32.data = torch.empty(0, device=pair.half.device)
         # These replace the methods that `ParameterPair.open` sets, which would copy the freed memory.
-        attributes = vars(pair.parameter)
-        attributes["__deepcopy__"] = self._deepcopy
-        attributes["__reduce_ex__"] = self._reduce_ex
+        vars(pair.parameter)["__deepcopy__"] = self._deepcopy
+        vars(pair.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
         """Switch the parameter to the given full fp32 values, keeping its gradient."""

@@ -117,7 +117,7 @@ def test_trials_that_fail_diverge_or_kill_their_process_are_worst_and_the_search
         0.1: ("done", ""),
         1.0: ("diverged", "loss is nan"),
         10.0: ("failed", "RuntimeError: no memory left"),
-        100.0: ("failed", "the process of rank 0 ended with exit code 3"),
+        100.0: ("failed", "The process of rank 0 ended with exit code 3."),
     }
     assert best_rate(search) == 0.1
 
@@ -294,7 +294,7 @@ class Places:
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
-    [("", ""), ("fails", "FileNotFoundError"), ("dies", "the process of rank 1 ended with exit")],
+    [("", ""), ("fails", "FileNotFoundError"), ("dies", "The process of rank 1 ended with exit")],
 )
 def test_a_trial_on_ranks_is_that_of_rank_zero_or_of_the_first_rank_that_failed(
     tmp_path, bad, reason

@@ -91,7 +91,7 @@ def test_a_trial_that_ends_at_chance_has_diverged_although_its_loss_is_finite(mo
     ("override", "reason"),
     [
         ("model.width=0.0001", "`width` (=0.0001) is too small"),
-        ("trainer.max_epochs=1", "`objective` (=val/los) must be a metric that validation logs"),
+        ("trainer.max_epochs=1", "`objective` (=val/los) is not a metric that validation logs"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_a_failed_trial_with_the_reason(override, reason):

@@ -85,7 +85,7 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     refused = {
-        rf"`runs` \(={empty}\) must name directories.*: it contains no summary.json": [
+        rf"`runs` \(={empty}\) is not the directory of a finished run, because it contains no summary.json": [
             *two_runs,
             empty,
         ],

@@ -196,7 +196,7 @@ def test_more_broken_images_than_allowed_end_the_run_naming_one(root):
     assert len(list(module_of(root, max_corrupt_images=3).train_dataloader())) == 2
     with pytest.raises(
         CorruptImageError,
-        match=r"`max_corrupt_images` \(=2\).*found 3, the last of which is .*\.JPEG \(The file is em",
+        match=r"`max_corrupt_images` \(=2\).*found 3 .*, the last of which is .*\.JPEG \(The file is em",
     ):
         list(module_of(root, max_corrupt_images=2, global_batch_size=17).train_dataloader())
 
