@@ -244,13 +244,17 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return |a|^2, |b|^2 and a.b of two flat tensors, in float64."""
     total = torch.zeros(3, dtype=torch.float64, device=a.device)
     for a_block, b_block in zip(a.split(BLOCK_NUMEL), b.split(BLOCK_NUMEL), strict=True):
-        x = a_block.double()
-        y = b_block.double()
-        a_square = x.dot(x)
-        b_square = y.dot(y)
-        dot = x.dot(y)
-        total += torch.stack([a_square, b_square, dot])
+        total += _inner_products_of_block(a_block, b_block)
     return total
+
+
+def _inner_products_of_block(a: Tensor, b: Tensor) -> Tensor:
+    a = a.double()
+    b = b.double()
+    a_square = a.dot(a)
+    b_square = b.dot(b)
+    dot = a.dot(b)
+    return torch.stack([a_square, b_square, dot])
 
 
 def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:

@@ -101,15 +101,10 @@ class TorchPasses:
         """
         num_blocks = num_blocks_of(to.numel())
         for slab in _slabs(num_blocks):
-            total: Tensor | None = None
-            for message in messages:
-                decoded = self._decode(message, num_blocks, slab.blocks)
-                if total is None:
-                    total = decoded
-                else:
-                    total.add_(decoded)
+            total = self._decode(messages[0], num_blocks, slab.blocks)
+            for message in messages[1:]:
+                total.add_(self._decode(message, num_blocks, slab.blocks))
 
-            assert total is not None
             if self._signs is not None:
                 total = hadamard(total) * self._signs
             target = to[slab.elements]
@@ -152,11 +147,13 @@ class TorchPasses:
     def _fixed_point(self, y: Tensor, scale: Tensor) -> Tensor:
         """Return y / scale as int32 fixed-point numbers, clamped to the range of the codes."""
         is_coded = scale > 0
+        fixed_point_per_unit = float(_ONE) / scale
         # A block with the scale 0 would give inf or nan.
-        fixed_point_per_unit = (float(_ONE) / scale).where(is_coded, 0.0)
-        quotient = y.where(is_coded, 0.0) * fixed_point_per_unit
+        factor = fixed_point_per_unit.where(is_coded, 0.0)
+        quotient = y.where(is_coded, 0.0) * factor
+        fixed = quotient.to(torch.int32)
         limit = self._largest_code * _ONE
-        return quotient.to(torch.int32).clamp_(-limit, limit)
+        return fixed.clamp_(-limit, limit)
 
     def _addends(self, ids: Tensor, key: NoiseKey | None) -> Tensor | int:
         """Return the fixed-point offsets that are added before rounding down.
@@ -183,7 +180,8 @@ def _uniform_noise(ids: Tensor, key: NoiseKey) -> Tensor:
     for word in philox(counter, (seed, step)):
         word_of_block = word.expand(len(ids), -1)
         columns.append(word_of_block >> 9)  # keeps 23 of 32 bits, the number of fractional bits
-    return torch.cat(columns, 1).to(torch.int32)
+    noise = torch.cat(columns, 1)
+    return noise.to(torch.int32)
 
 
 def _slabs(num_blocks: int) -> Iterator[_Slab]:
@@ -250,7 +248,8 @@ def _packed(code: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return code
     halves = code.view(len(code), 2, -1)
-    lower, upper = halves.bitwise_and_(15).unbind(1)
+    halves.bitwise_and_(15)
+    lower, upper = halves.unbind(1)
     return lower | upper << 4
 
 
@@ -262,4 +261,5 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     # Arithmetic shifts to the right extend the sign.
     lower = signed.bitwise_left_shift(4) >> 4
     upper = signed >> 4
-    return torch.cat([lower, upper], 1).float()
+    code = torch.cat([lower, upper], 1)
+    return code.float()

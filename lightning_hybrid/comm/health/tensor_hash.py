@@ -84,8 +84,8 @@ class Fingerprint:
         sums = []
         if num_full_rows > 0:  # torch 2.11 cannot trace the split of an empty tensor.
             for block in full_rows.split(block_rows):
-                weighted_block = block * weights
-                sums.append(weighted_block.sum(1))
+                sums_of_block = (block * weights).sum(1)
+                sums.append(sums_of_block)
         if last_row.numel() > 0 or not sums:
             first_weights = weights[: last_row.numel()]
             weighted = last_row * first_weights
