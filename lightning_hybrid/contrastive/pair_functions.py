@@ -229,9 +229,9 @@ class InfoNCEOfBlocks(torch.autograd.Function):
                     compared_with_b.append(columns_b[j])
 
                 a_terms = _infonce_terms(rows_a[i], compared_with_a, scale, is_on_diagonal)
-                a_grads[i].push(_add_in_order(a_terms.of_rows))
+                a_grads[i].push(a_terms.of_rows)
                 b_terms = _infonce_terms(rows_b[i], compared_with_b, scale, is_on_diagonal)
-                b_grads[i].push(_add_in_order(b_terms.of_rows))
+                b_grads[i].push(b_terms.of_rows)
                 scale_terms = a_terms.of_scale + b_terms.of_scale
                 scale_grads[i].push(_add_in_order(scale_terms))
 
@@ -252,14 +252,14 @@ class InfoNCEOfBlocks(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _InfoNCETerms:
-    """Terms of InfoNCE's gradients, one for each block of columns.
+    """Terms of InfoNCE's gradients in some blocks of pairs, without constant factors.
 
     Attributes:
-        of_rows: Terms of the gradient of the rows, without the factor `scale`.
-        of_scale: Terms of the gradient of the scale.
+        of_rows: Term of the gradient of the rows.
+        of_scale: Terms of the gradient of the scale, one for each block of columns.
     """
 
-    of_rows: list[Tensor]
+    of_rows: Tensor
     of_scale: list[Tensor]
 
 
@@ -281,7 +281,8 @@ def _infonce_terms(
         scale: Inverse temperature.
         is_on_diagonal: Whether `rows` and the columns have the same indices in the global batch.
     """
-    terms = _InfoNCETerms([], [])
+    row_terms = []
+    scale_terms = []
     for columns in blocks_of_columns:
         products = rows.z @ columns.z.T
         logits = scale * products
@@ -291,10 +292,11 @@ def _infonce_terms(
             slope.diagonal().fill_(0)
         elif is_on_diagonal:
             slope.diagonal().sub_(2)
-        terms.of_rows.append(slope @ columns.z)
+        row_terms.append(slope @ columns.z)
         scale_term = (slope * products).sum()
-        terms.of_scale.append(scale_term)
-    return terms
+        scale_terms.append(scale_term)
+    sum_of_row_terms = _add_in_order(row_terms)
+    return _InfoNCETerms(of_rows=sum_of_row_terms, of_scale=scale_terms)
 
 
 def _softmax(logits: Tensor, log_sums: Tensor) -> Tensor:
@@ -375,7 +377,8 @@ class SigLIPOfBlocks(torch.autograd.Function):
         bias_sum = _sum_of_trees(bias_grads)
         sums_of_this_rank = torch.stack([scale_sum, bias_sum])
         sums_over_ranks = peers.sum(sums_of_this_rank)
-        scale_grad, bias_grad = share * sums_over_ranks / peers.size
+        parameter_grads = share * sums_over_ranks / peers.size
+        scale_grad, bias_grad = parameter_grads
         return a_grad, b_grad, scale_grad, bias_grad, None, None
 
 
@@ -427,7 +430,8 @@ class Standardised(torch.autograd.Function):
         means = peers.sum(column_sums) / num_rows
         mean_grad = means[0]
         mean_grad_y = means[1]
-        x_grad = inverse_deviation * (grad - mean_grad - y * mean_grad_y)
+        projected_grad = grad - mean_grad - y * mean_grad_y
+        x_grad = inverse_deviation * projected_grad
         return x_grad, None, None, None
 
 

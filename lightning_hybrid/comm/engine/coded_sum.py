@@ -63,7 +63,8 @@ def _exchange_(values: Tensor, blocks: Blocks, sender: int, collectives: _RowCol
     messages = collectives.rows("messages", num_bytes)
     own_message = messages[collectives.rank]
     blocks.encode(values, own_message, sender=sender)
-    collectives.gather(messages, [num_bytes, num_bytes])
+    lengths = [num_bytes, num_bytes]
+    collectives.gather(messages, lengths)
     coder.add(messages, values)
 
 
@@ -129,8 +130,9 @@ class _Shard:
     def decode_sum(self, rows: Tensor) -> None:
         """Decode the message at the beginning of each row, and write their sum into the shard."""
         if self.values.numel() > 0:
+            coder = self.blocks.coder
             messages = rows[:, : self.num_bytes]
-            self.blocks.coder.add(messages, self.values)
+            coder.add(messages, self.values)
 
 
 def _shards(values: Tensor, blocks: Blocks, num_shards: int) -> list[_Shard]:
@@ -147,8 +149,9 @@ def _shards(values: Tensor, blocks: Blocks, num_shards: int) -> list[_Shard]:
     for index in range(num_shards):
         begin = index * shard_numel
         elements = values[begin : begin + shard_numel]
-        num_bytes = codec.message_bytes(elements.numel())
-        shard = _Shard(values=elements, begin=begin, blocks=blocks, num_bytes=num_bytes)
+        numel = elements.numel()
+        num_bytes = codec.message_bytes(numel)
+        shard = _Shard(elements, begin, blocks, num_bytes)
         shards.append(shard)
     return shards
 
@@ -228,5 +231,6 @@ class _RowCollectives:
 def _used_parts(rows: Tensor, lengths: list[int]) -> list[Tensor]:
     parts = []
     for row, length in zip(rows, lengths, strict=True):
-        parts.append(row[:length])
+        used_part = row[:length]
+        parts.append(used_part)
     return parts
