@@ -5,16 +5,30 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Key that identifies a tensor's memory and view. Tensors with equal keys share one copy.
-_Key = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool]
-
 _ALIGNED_BYTES = 64  # alignment of torch's own allocations
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Key that identifies a tensor's memory and view. Tensors with equal keys share one copy.
+
+    Conjugate and negative views share memory with their base tensor and differ from it only by their flags.
+    """
+
+    device: torch.device
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    is_conjugate: bool
+    is_negative: bool
 
 
 def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
@@ -91,8 +105,8 @@ class HostCopies:
             host_copy = None
             if _is_plain_memory(tensor):
                 host_copy = copies.get(_key_of(tensor))
-            # For example, a tensor that an object creates only while it is copied.
             if host_copy is None:
+                # For example, a tensor that an object creates only while it is copied.
                 host_copy = tensor.detach().clone()
             if tensor.requires_grad:  # checkpoint files store this flag
                 return host_copy.detach().requires_grad_()
@@ -106,21 +120,31 @@ class HostCopies:
             event.synchronize()
 
     def _copy_all(self, tensors: dict[_Key, Tensor]) -> dict[_Key, Tensor]:
-        copies: dict[_Key, Tensor] = {}
-        for is_cuda in (False, True):
-            on_device = {
-                key: tensor for key, tensor in tensors.items() if tensor.is_cuda is is_cuda
-            }
-            if on_device:
-                copies |= self._copy_into_block(on_device, is_locked=is_cuda)
+        on_cpu: dict[_Key, Tensor] = {}
+        on_cuda: dict[_Key, Tensor] = {}
+        for key, tensor in tensors.items():
+            if tensor.is_cuda:
+                on_cuda[key] = tensor
+            else:
+                on_cpu[key] = tensor
 
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        copies: dict[_Key, Tensor] = {}
+        if on_cpu:
+            copies |= self._copy_into_block(on_cpu, is_locked=False)
+        if on_cuda:
+            copies |= self._copy_into_block(on_cuda, is_locked=True)
+
+        devices = {tensor.device for tensor in on_cuda.values()}
+        self._events = []
+        for device in devices:
+            stream = torch.cuda.current_stream(device)
+            self._events.append(stream.record_event())
         return copies
 
     def _copy_into_block(
         self, tensors: dict[_Key, Tensor], *, is_locked: bool
     ) -> dict[_Key, Tensor]:
+        """Copy tensors one after the other into a block of memory, and return their copies."""
         begins = {}
         num_bytes = 0
         for key, tensor in tensors.items():
@@ -130,7 +154,10 @@ class HostCopies:
             num_bytes += num_aligned * _ALIGNED_BYTES
 
         block = self._block_of(num_bytes, is_locked=is_locked)
-        return {key: _copy_at(block, begins[key], tensor) for key, tensor in tensors.items()}
+        copies = {}
+        for key, tensor in tensors.items():
+            copies[key] = _copy_at(block, begins[key], tensor)
+        return copies
 
     def _block_of(self, num_bytes: int, *, is_locked: bool) -> Tensor:
         # The block is reused for tensors of any shape, because allocating new memory pages takes longer than copying.
@@ -155,21 +182,28 @@ def _is_plain_memory(tensor: Tensor) -> bool:
 
 
 def _key_of(tensor: Tensor) -> _Key:
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        # Conjugate and negative views share memory with their base tensor and differ from it only by these flags.
-        tensor.is_conj(),
-        tensor.is_neg(),
+    return _Key(
+        device=tensor.device,
+        address=tensor.data_ptr(),
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        strides=tensor.stride(),
+        is_conjugate=tensor.is_conj(),
+        is_negative=tensor.is_neg(),
     )
 
 
 def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
+    """Copy a tensor into a block of memory, and return the copy.
+
+    Args:
+        block: Host memory, uint8.
+        begin: Index of the copy's first byte in the block.
+        tensor: Tensor to copy.
+    """
     # `frombuffer` creates a storage of only this range. This matters because `torch.save` writes whole storages.
-    flat = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+    memory = block.numpy()
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
     # The tensor on `meta` has no memory and only provides the strides that torch would choose.
     strides = torch.empty_like(tensor, device="meta").stride()
     target = flat.as_strided(tensor.shape, strides)

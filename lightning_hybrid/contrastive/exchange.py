@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class _Branch(Generic[Value]):
+    """Sum of `2**level` consecutive terms."""
+
+    level: int
+    total: Value
 
 
 class TreeSum(Generic[Value]):
@@ -32,7 +41,7 @@ class TreeSum(Generic[Value]):
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         self._add = add
-        self._branches: list[tuple[int, Value]] = []  # (level, sum), in descending order of levels
+        self._branches: list[_Branch[Value]] = []  # in descending order of levels
 
     @property
     def is_empty(self) -> bool:
@@ -42,17 +51,18 @@ class TreeSum(Generic[Value]):
     def push(self, term: Value) -> None:
         """Add a term to the sum."""
         level = 0
-        while self._branches and self._branches[-1][0] == level:
-            _, branch = self._branches.pop()
-            term = self._add(branch, term)
+        while self._branches and self._branches[-1].level == level:
+            branch = self._branches.pop()
+            term = self._add(branch.total, term)
             level += 1
-        self._branches.append((level, term))
+        self._branches.append(_Branch(level, term))
 
     def total(self) -> Value:
         """Return the sum of all terms, after at least one term was added."""
-        total = self._branches[-1][1]
-        for _, branch in reversed(self._branches[:-1]):
-            total = self._add(branch, total)
+        *larger_branches, smallest_branch = self._branches
+        total = smallest_branch.total
+        for branch in reversed(larger_branches):
+            total = self._add(branch.total, total)
         return total
 
 
@@ -115,9 +125,12 @@ class Peers:
         dist.all_gather(sizes_by_rank, sizes_here, group=self._group)
         if all(torch.equal(sizes_there, sizes_here) for sizes_there in sizes_by_rank):
             return
-        shapes = ", ".join(
-            "x".join(map(str, sizes_there.tolist())) for sizes_there in sizes_by_rank
-        )
+
+        shape_by_rank = []
+        for sizes_there in sizes_by_rank:
+            shape = "x".join(str(size) for size in sizes_there.tolist())
+            shape_by_rank.append(shape)
+        shapes = ", ".join(shape_by_rank)
         raise ValueError(
             "The embeddings of all ranks must have the same shape, because every rank contributes the same number of "
             f"pairs to the global batch, but their shapes are {shapes}. Set drop_last=True in the loader."
@@ -133,28 +146,37 @@ class Peers:
         Collective: every rank must call it, in the same order.
         """
         tensors = tuple(tensor.contiguous() for tensor in tensors)
+        if self.size == 1:
+            yield True, tensors
+            return
+
+        # One buffer holds the round that the caller processes, and the other one the next round.
         buffers = []
         for _ in range(min(2, self.size - 1)):
-            buffers.append(tuple(torch.empty_like(tensor) for tensor in tensors))
+            buffer = tuple(torch.empty_like(tensor) for tensor in tensors)
+            buffers.append(buffer)
 
-        requests = []
-        if self.size > 1:
-            requests = self._exchange(1, tensors, buffers[0])
+        arriving = buffers[0]
+        requests = self._exchange(1, tensors, arriving)
         yield True, tensors
         for k in range(1, self.size):
             for request in requests:
                 request.wait()
+            arrived = arriving
             if k + 1 < self.size:
-                requests = self._exchange(k + 1, tensors, buffers[k % 2])
-            yield False, buffers[(k - 1) % 2]
+                arriving = buffers[k % 2]
+                requests = self._exchange(k + 1, tensors, arriving)
+            yield False, arrived
 
     def _exchange(self, k: int, tensors: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+        """Start sending tensors to this rank's destination in round k, and receiving from its source."""
         if self.is_power_of_two:
             destination = self.rank ^ k
             source = destination
         else:
             destination = (self.rank + k) % self.size
             source = (self.rank - k) % self.size
+
         operations = []
         for tag, tensor in enumerate(tensors):
             operations.append(dist.P2POp(dist.isend, tensor, destination, self._group, tag=tag))
@@ -174,12 +196,13 @@ class Peers:
             dist.all_reduce(total, group=self._group)
             return total
         received = torch.empty_like(total)
-        k = 1
-        while k < self.size:
-            for request in self._exchange(k, [total], [received]):
+        distance = 1
+        while distance < self.size:
+            requests = self._exchange(distance, [total], [received])
+            for request in requests:
                 request.wait()
             total = total + received
-            k *= 2
+            distance *= 2
         return total
 
 

@@ -9,7 +9,8 @@ cannot be differentiated twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_hybrid.contrastive.exchange import Peers, TreeSum, tree_sum, tree_sums
+
+Gradients = tuple[Tensor | None, ...]
+"""Gradients of the inputs of a forward function, with None for inputs that need no gradient."""
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -48,7 +52,8 @@ def _in_full_precision(backward: Callable[..., Any]) -> Any:
 
     @functools.wraps(backward)
     def run(ctx: Any, grad: Tensor) -> Any:
-        refuse_second_derivatives(backward.__qualname__.partition(".")[0])
+        class_name = backward.__qualname__.partition(".")[0]
+        refuse_second_derivatives(class_name)
         with without_autocast(grad.device):
             return backward(ctx, grad)
 
@@ -60,36 +65,92 @@ def _sum_of_trees(trees: Iterable[TreeSum[Tensor]]) -> Tensor:
 
 
 def _joined(trees: Iterable[TreeSum[Tensor]]) -> Tensor:
-    return torch.cat([tree.total() for tree in trees])
+    totals = [tree.total() for tree in trees]
+    return torch.cat(totals)
+
+
+def _logits(scale: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    return scale * (rows @ columns.T)
+
+
+def _add_in_order(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 # ---- InfoNCE ---------------------------------------------------------------------------------------------------------
 
 
-LogSum = tuple[Tensor, Tensor]
-"""Sum of exponentials by rows: the largest exponent, and the sum divided by its exponential."""
+@dataclass(frozen=True)
+class LogSum:
+    """Logarithm of a sum of exponentials for each row of a matrix, in two parts that cannot overflow.
+
+    Attributes:
+        largest: Largest exponent of each row.
+        total: Sum of the exponentials of each row, divided by the exponential of `largest`.
+    """
+
+    largest: Tensor
+    total: Tensor
+
+    @classmethod
+    def of_rows(cls, logits: Tensor) -> LogSum:
+        """Return the log-sum over each row of a matrix."""
+        largest = logits.amax(1)
+        exponentials = (logits - largest[:, None]).exp()
+        return cls(largest, exponentials.sum(1))
+
+    def plus(self, added: LogSum) -> LogSum:
+        """Return the log-sum over the exponents of both log-sums."""
+        largest = torch.maximum(self.largest, added.largest)
+        total = self._total_below(largest) + added._total_below(largest)
+        return LogSum(largest, total)
+
+    def _total_below(self, largest: Tensor) -> Tensor:
+        """Return the sum of exponentials divided by the exponential of a larger exponent."""
+        return self.total * (self.largest - largest).exp()
+
+    def value(self) -> Tensor:
+        """Return the logarithm of the sum."""
+        return self.largest + self.total.log()
 
 
-def _add_log_sums(first: LogSum, second: LogSum) -> LogSum:
-    largest = torch.maximum(first[0], second[0])
-    total = first[1] * (first[0] - largest).exp() + second[1] * (second[0] - largest).exp()
-    return largest, total
+def _log_sum_trees(count: int) -> list[TreeSum[LogSum]]:
+    return [TreeSum(LogSum.plus) for _ in range(count)]
 
 
-def _log_sum(logits: Tensor) -> LogSum:
-    largest = logits.amax(1)
-    return largest, (logits - largest[:, None]).exp().sum(1)
+def _joined_log_sums(trees: Iterable[TreeSum[LogSum]]) -> Tensor:
+    log_sums = []
+    for tree in trees:
+        log_sum = tree.total()
+        log_sums.append(log_sum.value())
+    return torch.cat(log_sums)
 
 
-def _softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
-    return (logits - log_sum).exp()
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of one view.
 
+    Attributes:
+        view: Index of the view, 0 or 1.
+        z: Normalised embeddings.
+        log_sums: Log-sum of each row's logits.
+    """
 
-def _correct_diagonal_(slope: Tensor, *, is_same_view: bool) -> None:
-    if is_same_view:
-        slope.diagonal().fill_(0)  # a row is not compared with itself
-    else:
-        slope.diagonal().sub_(2)  # partners, which occur in the sums of both rows and columns
+    view: int
+    z: Tensor
+    log_sums: Tensor
+
+    def split(self, block: int) -> list[_Rows]:
+        """Split the rows into blocks."""
+        z_blocks = self.z.split(block)
+        log_sum_blocks = self.log_sums.split(block)
+        blocks = []
+        for z, log_sums in zip(z_blocks, log_sum_blocks, strict=True):
+            blocks.append(_Rows(self.view, z, log_sums))
+        return blocks
 
 
 class InfoNCEOfBlocks(torch.autograd.Function):
@@ -103,76 +164,89 @@ class InfoNCEOfBlocks(torch.autograd.Function):
 
         Collective: every rank must call it, in the same order.
         """
-        views = [view.split(block) for view in (a, b)]
+        views = [a.split(block), b.split(block)]
         num_blocks = len(views[0])
-        trees = [[TreeSum(_add_log_sums) for _ in range(num_blocks)] for _ in views]
+        trees_a = _log_sum_trees(num_blocks)
+        trees_b = _log_sum_trees(num_blocks)
+        trees = [trees_a, trees_b]
+        block_indices = range(num_blocks)
         for is_own, tensors in peers.rounds([a, b]):
             columns = [view.split(block) for view in tensors]
-            for view, i, j in product((0, 1), range(num_blocks), range(num_blocks)):
+            for view, i, j in product((0, 1), block_indices, block_indices):
                 rows = views[view][i]
-                logits = scale * (rows @ columns[1 - view][j].T)
+                columns_of_partners = columns[1 - view][j]
+                logits = _logits(scale, rows, columns_of_partners)
                 if both_views:
-                    same_view = scale * (rows @ columns[view][j].T)
+                    columns_of_same_view = columns[view][j]
+                    same_view = _logits(scale, rows, columns_of_same_view)
                     if is_own and i == j:
-                        same_view.fill_diagonal_(-torch.inf)
+                        same_view.fill_diagonal_(-torch.inf)  # a row is not compared with itself
                     logits = torch.cat([logits, same_view], dim=1)
-                trees[view][i].push(_log_sum(logits))
+                log_sum = LogSum.of_rows(logits)
+                trees[view][i].push(log_sum)
 
-        log_sums = []
-        for trees_of_view in trees:
-            totals = [tree.total() for tree in trees_of_view]
-            log_sums.append(torch.cat([largest + total.log() for largest, total in totals]))
-        terms = log_sums[0] + log_sums[1] - 2 * scale * (a * b).sum(1)
+        log_sums_a = _joined_log_sums(trees_a)
+        log_sums_b = _joined_log_sums(trees_b)
+        products_of_partners = (a * b).sum(1)
+        terms = log_sums_a + log_sums_b - 2 * scale * products_of_partners
         total = tree_sum(terms_of_block.sum() for terms_of_block in terms.split(block))
-        ctx.save_for_backward(a, b, scale, *log_sums)
+
+        ctx.save_for_backward(a, b, scale, log_sums_a, log_sums_b)
         ctx.peers = peers
         ctx.block = block
         ctx.both_views = both_views
-        return peers.sum(total) / (2 * len(a) * peers.size)
+        num_rows = 2 * len(a) * peers.size  # of both views and all ranks
+        return peers.sum(total) / num_rows
 
     @staticmethod
     @_in_full_precision
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """Return the gradients of the views and of the scale.
 
         Collective: every rank must call it, in the same order.
         """
-        a, b, scale, *log_sums = ctx.saved_tensors
+        a, b, scale, log_sums_a, log_sums_b = ctx.saved_tensors
+        peers = ctx.peers
         block = ctx.block
-        views = [view.split(block) for view in (a, b)]
-        log_sums_of_rows = [log_sum.split(block) for log_sum in log_sums]
-        num_blocks = len(views[0])
-        grads = [tree_sums(num_blocks) for _ in views]
+        rows_a = _Rows(0, a, log_sums_a).split(block)
+        rows_b = _Rows(1, b, log_sums_b).split(block)
+        num_blocks = len(rows_a)
+        a_grads = tree_sums(num_blocks)
+        b_grads = tree_sums(num_blocks)
         scale_grads = tree_sums(num_blocks)
-        for is_own, tensors in ctx.peers.rounds([a, b, *log_sums]):
-            columns = [view.split(block) for view in tensors[:2]]
-            log_sums_of_columns = [log_sum.split(block) for log_sum in tensors[2:]]
-            for i, j in product(range(num_blocks), range(num_blocks)):
-                scale_terms = []
-                for view in (0, 1):
-                    row_terms = []
-                    column_views = [1 - view, view] if ctx.both_views else [1 - view]
-                    for column_view in column_views:
-                        products = views[view][i] @ columns[column_view][j].T
-                        logits = scale * products
-                        slope = _softmax(logits, log_sums_of_rows[view][i][:, None])
-                        slope += _softmax(logits, log_sums_of_columns[column_view][j][None])
-                        if is_own and i == j:
-                            _correct_diagonal_(slope, is_same_view=column_view == view)
-                        row_terms.append(slope @ columns[column_view][j])
-                        scale_terms.append((slope * products).sum())
-                    grads[view][i].push(sum(row_terms[1:], row_terms[0]))
-                scale_grads[i].push(sum(scale_terms[1:], scale_terms[0]))
+        block_indices = range(num_blocks)
+        sent = [a, b, log_sums_a, log_sums_b]
+        for is_own, tensors in peers.rounds(sent):
+            other_a, other_b, other_log_sums_a, other_log_sums_b = tensors
+            columns_a = _Rows(0, other_a, other_log_sums_a).split(block)
+            columns_b = _Rows(1, other_b, other_log_sums_b).split(block)
+            for i, j in product(block_indices, block_indices):
+                is_on_diagonal = is_own and i == j
+                compared_with_a = [columns_b[j]]
+                compared_with_b = [columns_a[j]]
+                if ctx.both_views:
+                    compared_with_a.append(columns_a[j])
+                    compared_with_b.append(columns_b[j])
+
+                a_terms = _infonce_terms(rows_a[i], compared_with_a, scale, is_on_diagonal)
+                a_grads[i].push(a_terms.of_rows)
+                b_terms = _infonce_terms(rows_b[i], compared_with_b, scale, is_on_diagonal)
+                b_grads[i].push(b_terms.of_rows)
+                scale_terms = a_terms.of_scale + b_terms.of_scale
+                scale_grads[i].push(_add_in_order(scale_terms))
 
         # The mean over ranks is the gradient of the global loss.
-        share = grad / (2 * len(a))
-        a_grad = share * scale * _joined(grads[0])
-        b_grad = share * scale * _joined(grads[1])
+        num_rows_of_this_rank = 2 * len(a)
+        share = grad / num_rows_of_this_rank
+        a_grad = share * scale * _joined(a_grads)
+        b_grad = share * scale * _joined(b_grads)
         scale_grad = None
         if ctx.needs_input_grad[2]:
             # Compute the same value on all ranks. After multiplication by `scale`, a mean of the ranks' terms would be
             # rounded differently.
-            scale_grad = share * ctx.peers.sum(_sum_of_trees(scale_grads)) / (2 * ctx.peers.size)
+            sum_of_this_rank = _sum_of_trees(scale_grads)
+            sum_over_ranks = peers.sum(sum_of_this_rank)
+            scale_grad = share * sum_over_ranks / (2 * peers.size)
         return a_grad, b_grad, scale_grad, None, None, None
 
 
@@ -200,6 +274,59 @@ class LimitedExponential(torch.autograd.Function):
         return torch.where(is_above, grad.clamp(min=0), grad), None
 
 
+@dataclass(frozen=True)
+class _InfoNCETerms:
+    """Terms of InfoNCE's gradients in some blocks of pairs, without constant factors.
+
+    Attributes:
+        of_rows: Term of the gradient of the rows.
+        of_scale: Terms of the gradient of the scale, one for each block of columns.
+    """
+
+    of_rows: Tensor
+    of_scale: list[Tensor]
+
+
+def _infonce_terms(
+    rows: _Rows, blocks_of_columns: Sequence[_Rows], scale: Tensor, is_on_diagonal: bool
+) -> _InfoNCETerms:
+    """Return the terms of InfoNCE's gradients in some blocks of pairs, without constant factors.
+
+        p_ij = z_i . z_j
+        s_ij = exp(scale p_ij - L_i) + exp(scale p_ij - L_j)        L: log-sum of a row's logits
+               minus 2 if i and j are partners; 0 if i = j in the same view
+        terms of the gradients: sum_j s_ij z_j for the row z_i, sum_ij s_ij p_ij for the scale
+
+    The logit of i and j is in the log-sums of both rows. Each of two partners subtracts it once from the loss.
+
+    Args:
+        rows: Block of this rank's rows.
+        blocks_of_columns: Blocks of rows to compare them with.
+        scale: Inverse temperature.
+        is_on_diagonal: Whether `rows` and the columns have the same indices in the global batch.
+    """
+    row_terms = []
+    scale_terms = []
+    for columns in blocks_of_columns:
+        products = rows.z @ columns.z.T
+        logits = scale * products
+        slope = _softmax(logits, rows.log_sums[:, None])
+        slope += _softmax(logits, columns.log_sums[None])
+        if is_on_diagonal and columns.view == rows.view:
+            slope.diagonal().fill_(0)
+        elif is_on_diagonal:
+            slope.diagonal().sub_(2)
+        row_terms.append(slope @ columns.z)
+        scale_term = (slope * products).sum()
+        scale_terms.append(scale_term)
+    sum_of_row_terms = _add_in_order(row_terms)
+    return _InfoNCETerms(of_rows=sum_of_row_terms, of_scale=scale_terms)
+
+
+def _softmax(logits: Tensor, log_sums: Tensor) -> Tensor:
+    return (logits - log_sums).exp()
+
+
 # ---- SigLIP ----------------------------------------------------------------------------------------------------------
 
 
@@ -215,49 +342,67 @@ class SigLIPOfBlocks(torch.autograd.Function):
         Collective: every rank must call it, in the same order.
         """
         rows = a.split(block)
+        block_indices = range(len(rows))
         trees = tree_sums(len(rows))
         for is_own, (other_b,) in peers.rounds([b]):
             columns = other_b.split(block)
-            for i, j in product(range(len(rows)), range(len(rows))):
-                logits = scale * (rows[i] @ columns[j].T) + bias
+            for i, j in product(block_indices, block_indices):
+                logits = _logits(scale, rows[i], columns[j]) + bias
                 if is_own and i == j:
-                    logits.diagonal().neg_()
-                trees[i].push(F.softplus(logits).sum())
+                    logits.diagonal().neg_()  # matching pairs
+                total_of_block = F.softplus(logits).sum()
+                trees[i].push(total_of_block)
         ctx.save_for_backward(a, b, scale, bias)
         ctx.peers = peers
         ctx.block = block
-        return peers.sum(_sum_of_trees(trees)) / (len(a) * peers.size)
+        total = _sum_of_trees(trees)
+        num_pairs = len(a) * peers.size
+        return peers.sum(total) / num_pairs
 
     @staticmethod
     @_in_full_precision
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """Return the gradients of the views, of the scale and of the bias.
+
+        The slope of a pair's term with respect to its logit l is sigmoid(l), or sigmoid(l) - 1 if the pair matches.
 
         Collective: every rank must call it, in the same order.
         """
         a, b, scale, bias = ctx.saved_tensors
-        views = [view.split(ctx.block) for view in (a, b)]
+        peers = ctx.peers
+        block = ctx.block
+        views = [a.split(block), b.split(block)]
         num_blocks = len(views[0])
-        grads = [tree_sums(num_blocks) for _ in views]
+        block_indices = range(num_blocks)
+        a_grads = tree_sums(num_blocks)
+        b_grads = tree_sums(num_blocks)
+        grads = [a_grads, b_grads]
         scale_grads = tree_sums(num_blocks)
         bias_grads = tree_sums(num_blocks)
-        for is_own, tensors in ctx.peers.rounds([a, b]):
-            columns = [view.split(ctx.block) for view in tensors]
-            for view, i, j in product((0, 1), range(num_blocks), range(num_blocks)):
-                products = views[view][i] @ columns[1 - view][j].T
+        for is_own, tensors in peers.rounds([a, b]):
+            columns = [view.split(block) for view in tensors]
+            for view, i, j in product((0, 1), block_indices, block_indices):
+                rows = views[view][i]
+                columns_of_partners = columns[1 - view][j]
+                products = rows @ columns_of_partners.T
                 slope = torch.sigmoid(scale * products + bias)
                 if is_own and i == j:
                     slope.diagonal().sub_(1)
-                grads[view][i].push(slope @ columns[1 - view][j])
-                if view == 0:
-                    scale_grads[i].push((slope * products).sum())
+                grads[view][i].push(slope @ columns_of_partners)
+                if view == 0:  # the other view has the same pairs
+                    scale_term = (slope * products).sum()
+                    scale_grads[i].push(scale_term)
                     bias_grads[i].push(slope.sum())
 
         share = grad / len(a)  # as in `InfoNCEOfBlocks.backward`
-        a_grad = share * scale * _joined(grads[0])
-        b_grad = share * scale * _joined(grads[1])
-        sums = torch.stack([_sum_of_trees(scale_grads), _sum_of_trees(bias_grads)])
-        scale_grad, bias_grad = share * ctx.peers.sum(sums) / ctx.peers.size
+        a_grad = share * scale * _joined(a_grads)
+        b_grad = share * scale * _joined(b_grads)
+        scale_sum = _sum_of_trees(scale_grads)
+        bias_sum = _sum_of_trees(bias_grads)
+        sums_of_this_rank = torch.stack([scale_sum, bias_sum])
+        sums_over_ranks = peers.sum(sums_of_this_rank)
+        parameter_grads = share * sums_over_ranks / peers.size
+        scale_grad, bias_grad = parameter_grads
         return a_grad, b_grad, scale_grad, bias_grad, None, None
 
 
@@ -277,11 +422,13 @@ class Standardised(torch.autograd.Function):
         Collective: every rank must call it, in the same order.
         """
         num_rows = len(x) * peers.size
-        mean = peers.sum(tree_sum(rows.sum(0) for rows in x.split(block))) / num_rows
+        blocks = x.split(block)
+        column_sums = tree_sum(rows.sum(0) for rows in blocks)
+        mean = peers.sum(column_sums) / num_rows
         centred = x - mean
-        variance = (
-            peers.sum(tree_sum(rows.square().sum(0) for rows in centred.split(block))) / num_rows
-        )
+        centred_blocks = centred.split(block)
+        square_sums = tree_sum(rows.square().sum(0) for rows in centred_blocks)
+        variance = peers.sum(square_sums) / num_rows
         inverse_deviation = (variance + eps).rsqrt()
         y = centred * inverse_deviation
         ctx.save_for_backward(y, inverse_deviation)
@@ -291,18 +438,25 @@ class Standardised(torch.autograd.Function):
 
     @staticmethod
     @_in_full_precision
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """Return the gradient with respect to this rank's embeddings.
+
+            x_grad = (grad - mean(grad) - y mean(grad y)) / sqrt(variance + eps)        means over the rows of all ranks
 
         Collective: every rank must call it, in the same order.
         """
         y, inverse_deviation = ctx.saved_tensors
-        num_rows = len(y) * ctx.peers.size
+        peers = ctx.peers
+        num_rows = len(y) * peers.size
         both = torch.stack([grad, grad * y])
-        means = (
-            ctx.peers.sum(tree_sum(rows.sum(1) for rows in both.split(ctx.block, dim=1))) / num_rows
-        )
-        return inverse_deviation * (grad - means[0] - y * means[1]), None, None, None
+        blocks = both.split(ctx.block, dim=1)
+        column_sums = tree_sum(rows.sum(1) for rows in blocks)
+        means = peers.sum(column_sums) / num_rows
+        mean_grad = means[0]
+        mean_grad_y = means[1]
+        projected_grad = grad - mean_grad - y * mean_grad_y
+        x_grad = inverse_deviation * projected_grad
+        return x_grad, None, None, None
 
 
 class Correlation(torch.autograd.Function):
@@ -318,12 +472,19 @@ class Correlation(torch.autograd.Function):
         Collective: every rank must call it, in the same order.
         """
         ctx.save_for_backward(a, b)
-        blocks = zip(a.split(block), b.split(block), strict=True)
-        return peers.sum(tree_sum(x.T @ y for x, y in blocks)) / (len(a) * peers.size)
+        a_blocks = a.split(block)
+        b_blocks = b.split(block)
+        blocks = zip(a_blocks, b_blocks, strict=True)
+        products = tree_sum(a_block.T @ b_block for a_block, b_block in blocks)
+        num_rows = len(a) * peers.size
+        return peers.sum(products) / num_rows
 
     @staticmethod
     @_in_full_precision
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """Return the gradients of both views on this rank."""
         a, b = ctx.saved_tensors
-        return b @ grad.T / len(a), a @ grad / len(a), None, None
+        # The mean over ranks is the gradient of the global loss.
+        a_grad = b @ grad.T / len(a)
+        b_grad = a @ grad / len(a)
+        return a_grad, b_grad, None, None

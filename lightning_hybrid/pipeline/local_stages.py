@@ -30,6 +30,19 @@ from lightning_hybrid.pipeline.shapes import (
 )
 
 
+@dataclass(frozen=True)
+class _Send:
+    """Send operation that may still be in progress.
+
+    Attributes:
+        work: Handle of the operation.
+        message: Elements to send, which must stay alive until they are sent.
+    """
+
+    work: dist.Work | None
+    message: Tensor
+
+
 @dataclass(kw_only=True)
 class Stages:
     """Pipeline stages of this rank, with the process groups that connect them to other stages.
@@ -92,11 +105,13 @@ class Stages:
         self.watchdog.wait_for(
             lambda: dist.all_gather(digests, local_digest, group=self.groups.agree)
         )
-        if len({int(value) for value in digests}) == 1:
+        different_digests = {int(value) for value in digests}
+        if len(different_digests) == 1:
             return
 
+        description_by_rank = self.gather(describe())
         descriptions = []
-        for rank, description in zip(self.ranks.peers, self.gather(describe()), strict=True):
+        for rank, description in zip(self.ranks.peers, description_by_rank, strict=True):
             descriptions.append(f"rank {rank}: {description}")
         raise ValueError(
             f"{subject} must be the same on all ranks of a pipeline ({'; '.join(descriptions)}), because the first "
@@ -162,28 +177,41 @@ class Stages:
         return self._boundaries[key]
 
     def _find_boundaries(self, inputs: Callable[[], tuple[Tensor, ...]]) -> list[Boundaries]:
-        boundaries: list[Boundaries] = []
-        for stage in range(-1, self.ranks.num_stages):
-            owner = self.ranks.peers[max(stage, 0) % self.ranks.num_ranks]
-            message: list[Any] = [None]
-            if owner == self.ranks.rank:
-                find: Callable[[], Boundaries | str]
-                if stage < 0:
-                    find = partial(_boundaries_of, inputs)
-                else:
-                    find = partial(self._outputs_of, stage, boundaries[-1])
-                message = [_result_or_error(find)]
-            self.watchdog.wait_for(
-                partial(dist.broadcast_object_list, message, src=owner, group=self.groups.agree)
-            )
-            result = message[0]
-            if isinstance(result, str):
-                source = f"stage {stage}"
-                if stage < 0:
-                    source = "its input"
-                raise ValueError(f"On rank {owner}, {source}: {result}")
-            boundaries.append(result)
+        first_rank = self.ranks.peers[0]
+        find_inputs = partial(_boundaries_of, inputs)
+        boundaries = [self._broadcast_found(find_inputs, first_rank, "its input")]
+        for stage in range(self.ranks.num_stages):
+            owner = self.ranks.peers[stage % self.ranks.num_ranks]
+            find_outputs = partial(self._outputs_of, stage, boundaries[-1])
+            outputs = self._broadcast_found(find_outputs, owner, f"stage {stage}")
+            boundaries.append(outputs)
         return boundaries
+
+    def _broadcast_found(
+        self, find: Callable[[], Boundaries | str], owner: int, source: str
+    ) -> Boundaries:
+        """Find specifications on one rank, and broadcast them to all ranks of the pipeline.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+
+        Args:
+            find: Function that returns the specifications or an error message. Only the owner calls it.
+            owner: Global rank that finds the specifications.
+            source: Name of the tensors in the error.
+
+        Raises:
+            ValueError: On every rank, if the owner cannot find the specifications.
+        """
+        message: list[Any] = [None]
+        if owner == self.ranks.rank:
+            message = [_result_or_error(find)]
+        self.watchdog.wait_for(
+            lambda: dist.broadcast_object_list(message, src=owner, group=self.groups.agree)
+        )
+        result = message[0]
+        if isinstance(result, str):
+            raise ValueError(f"On rank {owner}, {source}: {result}")
+        return result
 
     def _outputs_of(self, stage: int, inputs: Boundaries) -> Boundaries | str:
         outputs = output_of(self.bodies[stage].blocks, inputs, self.device)
@@ -270,9 +298,10 @@ class Stages:
         if not self.are_outputs_joined((shapes, num_parts), boundaries, num_parts):
             parts = [inputs]
             boundaries = self.boundaries((shapes, 1), lambda: inputs)
+        output_boundary = boundaries[-1][0]
         with self.watchdog.in_schedule():
             output = self._forward(parts, boundaries)
-            return self.shared_output(output, len(parts), boundaries[-1][0])
+            return self.shared_output(output, len(parts), output_boundary)
 
     def _num_parts_of(self, inputs: tuple[Tensor, ...], num_samples: int | None) -> int:
         """Return into how many micro-batches the network's inputs are split in an evaluation.
@@ -299,7 +328,7 @@ class Stages:
         Returns:
             The outputs of all micro-batches on the last stage, None on other stages.
         """
-        sent: list[tuple[dist.Work | None, Tensor]] = []  # messages stay alive until they are sent
+        sends: list[_Send] = []
         outputs: list[Tensor] = []
         for stage in self.ranks.stages:
             for index, part in enumerate(parts):
@@ -312,13 +341,15 @@ class Stages:
                 if stage + 1 == self.ranks.num_stages:
                     outputs.append(output)
                 else:
-                    sent += self._send(stage, boundaries[stage + 1], output)
+                    sends += self._send(stage, boundaries[stage + 1], output)
 
         self.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
-        for work, _ in sent:
-            if work is not None:
-                self.watchdog.wait_for(work.wait)
-        return torch.cat(outputs) if outputs else None
+        for send in sends:
+            if send.work is not None:
+                self.watchdog.wait_for(send.work.wait)
+        if not outputs:
+            return None
+        return torch.cat(outputs)
 
     def _receive(self, stage: int, boundaries: Boundaries, part_index: int) -> tuple[Tensor, ...]:
         """Receive the inputs of a stage from the previous stage."""
@@ -328,23 +359,21 @@ class Stages:
         source = self.ranks.peers[(stage - 1) % self.ranks.num_ranks]
         tensors = tuple(boundary.empty(self.device) for boundary in boundaries)
         for boundary, tensor in zip(boundaries, tensors, strict=True):
-            receive = partial(
-                dist.recv, boundary.message(tensor), src=source, group=self.groups.pipe
-            )
+            message = boundary.message(tensor)
+            receive = partial(dist.recv, message, src=source, group=self.groups.pipe)
             self.watchdog.wait_for(receive)
         return tensors
 
-    def _send(
-        self, stage: int, boundaries: Boundaries, output: Any
-    ) -> list[tuple[dist.Work | None, Tensor]]:
+    def _send(self, stage: int, boundaries: Boundaries, output: Any) -> list[_Send]:
         """Start sending a stage's output to the next stage, and return the pending operations."""
         target = self.ranks.peers[(stage + 1) % self.ranks.num_ranks]
-        sent = []
-        for boundary, tensor in zip(boundaries, as_arguments(output), strict=True):
+        tensors = as_arguments(output)
+        sends = []
+        for boundary, tensor in zip(boundaries, tensors, strict=True):
             message = boundary.message(tensor)
             work = dist.isend(message, dst=target, group=self.groups.pipe)
-            sent.append((work, message))
-        return sent
+            sends.append(_Send(work, message))
+        return sends
 
     def shared_output(self, output: Tensor | None, num_parts: int, boundary: Boundary) -> Tensor:
         """Broadcast the last stage's outputs to every rank of the pipeline.
@@ -357,7 +386,8 @@ class Stages:
             boundary: Specification of the output of one micro-batch.
         """
         if output is None:
-            shape = (num_parts * boundary.shape[0], *boundary.shape[1:])
+            rows_of_part, *features = boundary.shape
+            shape = (num_parts * rows_of_part, *features)
             output = torch.empty(shape, dtype=boundary.dtype, device=self.device)
         shared = output.detach().contiguous()
         last_rank = self.ranks.peers[-1]
@@ -371,9 +401,7 @@ def _boundaries_of(inputs: Callable[[], tuple[Tensor, ...]]) -> Boundaries:
     return tuple(boundary_of(tensor) for tensor in inputs())
 
 
-def _result_or_error(
-    find: Callable[[], Boundaries | str],
-) -> Boundaries | str:
+def _result_or_error(find: Callable[[], Boundaries | str]) -> Boundaries | str:
     """Call `find`, and return its result, or the error message if it raises."""
     try:
         return find()

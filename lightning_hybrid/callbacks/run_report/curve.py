@@ -48,19 +48,32 @@ def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     >>> thinned([(step, -1.0 if step == 5 else float(step)) for step in range(100)], num_points=6)
     [(0, 0.0), (5, -1.0), (33, 33.0), (66, 66.0), (99, 99.0)]
     """
-    values = [value for _, value in curve]
     # The selection depends only on the points, so that a resumed run has the same curve as an
     # uninterrupted run.
-    extremes = {0}
+    kept = _extremes(curve)
+    num_intervals = num_points - len(kept)
+    kept |= _last_of_intervals(curve, num_intervals)
+    return [curve[index] for index in sorted(kept)]
+
+
+def _extremes(curve: Sequence[Point]) -> set[int]:
+    """Return the indices of the first point, and of the points with the smallest and the largest value."""
+    indices = {0}
     finite = finite_values(curve)
     if finite:
-        extremes |= {values.index(min(finite)), values.index(max(finite))}
-    first = curve[0][0]
-    last = curve[-1][0]
-    num_intervals = num_points - len(extremes)
-    # This keeps the last point of each interval, because later points overwrite earlier ones.
-    interval_ends = {}
+        values = [value for _, value in curve]
+        indices.add(values.index(min(finite)))
+        indices.add(values.index(max(finite)))
+    return indices
+
+
+def _last_of_intervals(curve: Sequence[Point], num_intervals: int) -> set[int]:
+    """Divide the steps into intervals of equal length, and return the index of each interval's last point."""
+    first_step, _ = curve[0]
+    last_step, _ = curve[-1]
+    num_steps = last_step - first_step + 1
+    last_of_interval = {}
     for index, (step, _) in enumerate(curve):
-        interval = (step - first) * num_intervals // (last - first + 1)
-        interval_ends[interval] = index
-    return [curve[index] for index in sorted({*extremes, *interval_ends.values()})]
+        interval = (step - first_step) * num_intervals // num_steps
+        last_of_interval[interval] = index  # later points overwrite earlier ones
+    return set(last_of_interval.values())

@@ -22,6 +22,7 @@ Source: Maleki et al. 2020 (arXiv:2006.02924).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -60,12 +61,39 @@ def adasum_(
         sum_: Function that all-reduces a flat float64 tensor over a group, in place.
     """
     combination = _Combination(flat, numels, group, sum_)
-    num_levels = dist.get_world_size(group).bit_length() - 1
+    num_ranks = dist.get_world_size(group)
+    num_levels = num_ranks.bit_length() - 1  # log2 of a power of two
     for level in range(num_levels):
         combination.combine_level(level)
     combination.write_back()
     for level in reversed(range(num_levels)):
         combination.gather_level(level)
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """Halves of a range of the bucket that two partner nodes combine.
+
+    Attributes:
+        kept: Elements that this node combines.
+        sent: Elements that the partner combines.
+    """
+
+    kept: slice
+    sent: slice
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Part of one tensor that lies in the range that a node combines.
+
+    Attributes:
+        tensor: Index of the tensor in the bucket.
+        elements: Elements of the part, relative to the start of the range.
+    """
+
+    tensor: int
+    elements: slice
 
 
 class _Combination:
@@ -85,117 +113,148 @@ class _Combination:
         sum_: Callable[[Tensor, dist.ProcessGroup], None],
     ) -> None:
         self._flat = flat
-        self._bounds = [0, *accumulate(numels)]
+        self._bounds = [0, *accumulate(numels)]  # first element of each tensor, and the last end
         self._group = group
         self._sum_ = sum_
         self._rank = dist.get_rank(group)
         self._num_ranks = dist.get_world_size(group)
         self._values = flat  # values of this node's range, in at least fp32 after the first level
-        self._begin = 0
-        self._end = flat.numel()
-        self._halves: list[tuple[slice, slice]] = []  # (kept, sent) half at each level
+        self._range = slice(0, flat.numel())
+        self._halves: list[_Halves] = []  # at each level
 
     def combine_level(self, level: int) -> None:
         """Exchange halves of the bucket with the partner node, and combine the half that this node keeps."""
-        partner = self._rank ^ (1 << level)
+        partner = self._partner(level)
         received = self._swap_halves(partner)
         segments = None
         if _takes_segments(self._flat):
-            segments = _segments(self._bounds, self._begin, self._end, self._flat.device)
+            segments = _segments(self._bounds, self._range, self._flat.device)
 
-        factors = adasum_factors(self._inner_products(level, partner, received, segments))
+        products = self._inner_products(level, partner, received, segments)
+        factors = adasum_factors(products)
         if self._rank > partner:
+            # The factors are in the order of the ranks. From here on, this node's own factor is first.
             factors = factors.flip(-1)
+
         if segments is not None:
             combine_segments_(self._values, received, factors, segments)
             return
         _combine_parts_(self._values, received, factors, self._parts())
-        tail_begin = max(self._begin, self._bounds[-1]) - self._begin
+        # Elements after the last tensor are summed.
+        tail_begin = max(self._bounds[-1] - self._range.start, 0)
         self._values[tail_begin:].add_(received[tail_begin:])
 
     def write_back(self) -> None:
         """Write the values that this node has combined back into the bucket."""
+        # Values of the same dtype are a view of the bucket, and need no copy.
         if self._values.dtype != self._flat.dtype:
-            self._flat[self._begin : self._end].copy_(self._values)
+            self._flat[self._range].copy_(self._values)
 
     def gather_level(self, level: int) -> None:
         """Exchange the combined halves with the partner node of a tree level."""
-        kept, sent = self._halves[level]
-        _swap(self._flat[kept], self._flat[sent], self._rank ^ (1 << level), self._group)
+        halves = self._halves[level]
+        combined_here = self._flat[halves.kept]
+        combined_there = self._flat[halves.sent]
+        _swap(combined_here, combined_there, self._partner(level), self._group)
+
+    def _partner(self, level: int) -> int:
+        # The ranks of partners differ in one bit.
+        return self._rank ^ (1 << level)
 
     def _swap_halves(self, partner: int) -> Tensor:
         """Send one half to the partner, and return the partner's values of the half that this node keeps."""
         flat = self._flat
-        begin = self._begin
-        kept, sent = _halves(begin, self._end, is_lower=self._rank < partner)
-        self._halves.append((kept, sent))
+        halves = _halves(self._range, is_lower=self._rank < partner)
+        self._halves.append(halves)
+
         if self._values.dtype != flat.dtype:
             # Messages have the tensor's own dtype.
-            flat[sent].copy_(self._values[sent.start - begin : sent.stop - begin])
-        received = torch.empty_like(flat[kept])
-        _swap(flat[sent], received, partner, self._group)
+            flat[halves.sent].copy_(self._values_in(halves.sent))
+        received = torch.empty_like(flat[halves.kept])
+        _swap(flat[halves.sent], received, partner, self._group)
 
-        kept_values = self._values[kept.start - begin : kept.stop - begin]
-        self._values = kept_values.to(torch.promote_types(flat.dtype, torch.float32))
-        self._begin = kept.start
-        self._end = kept.stop
+        compute_dtype = torch.promote_types(flat.dtype, torch.float32)
+        self._values = self._values_in(halves.kept).to(compute_dtype)
+        self._range = halves.kept
         return received
+
+    def _values_in(self, elements: slice) -> Tensor:
+        """Return the values of some elements of the bucket, which must lie in this node's range."""
+        begin = elements.start - self._range.start
+        end = elements.stop - self._range.start
+        return self._values[begin:end]
 
     def _inner_products(
         self, level: int, partner: int, received: Tensor, segments: Tensor | None
     ) -> Tensor:
         """Return |a|^2, |b|^2 and a.b of each tensor, summed over the nodes that a tree level combines."""
-        # Every set of nodes that combines its tensors has a row. One sum over all nodes is enough for all sets, because
-        # 0 + x is exact.
+        # 2^(level + 1) consecutive nodes form a set that combines its tensors at this level. Every set has a row. One
+        # sum over all nodes is enough for all sets, because 0 + x is exact.
         num_sets = self._num_ranks >> (level + 1)
-        shape = (num_sets, len(self._bounds) - 1, 3)
+        set_index = self._rank >> (level + 1)
+        num_tensors = len(self._bounds) - 1
+        shape = (num_sets, num_tensors, 3)
         table = torch.zeros(shape, dtype=torch.float64, device=self._flat.device)
-        products = table[self._rank >> (level + 1)]
-        lower = self._values
-        upper = received
-        if self._rank > partner:
-            lower = received
-            upper = self._values
-        _write_products_(products, lower, upper, segments, self._parts())
+        products = table[set_index]
+
+        if self._rank < partner:
+            _write_products_(products, self._values, received, segments, self._parts())
+        else:
+            _write_products_(products, received, self._values, segments, self._parts())
         self._sum_(table.view(-1), self._group)
         return products
 
-    def _parts(self) -> Iterator[tuple[int, slice]]:
-        return _parts(self._bounds, self._begin, self._end)
+    def _parts(self) -> Iterator[_Part]:
+        return _parts(self._bounds, self._range)
 
 
 def _write_products_(
     products: Tensor,
-    lower: Tensor,
-    upper: Tensor,
+    a: Tensor,
+    b: Tensor,
     segments: Tensor | None,
-    parts: Iterable[tuple[int, slice]],
+    parts: Iterable[_Part],
 ) -> None:
-    """Write |a|^2, |b|^2 and a.b of each tensor into `products`, where a and b belong to the two nodes."""
+    """Write |a|^2, |b|^2 and a.b of each tensor into `products`.
+
+    `a` and `b` hold the values of the node with the lower rank and of the node with the higher rank.
+    """
     if segments is not None:
-        products.copy_(inner_products_of_segments(lower, upper, segments)[:-1])
+        products_of_segments = inner_products_of_segments(a, b, segments)
+        products.copy_(products_of_segments[:-1])  # the last segment lies after the last tensor
         return
-    for index, part in parts:
-        products[index] = inner_products(lower[part], upper[part])
+    for part in parts:
+        products[part.tensor] = inner_products(a[part.elements], b[part.elements])
 
 
 def _combine_parts_(
-    values: Tensor, received: Tensor, factors: Tensor, parts: Iterable[tuple[int, slice]]
+    values: Tensor, received: Tensor, factors: Tensor, parts: Iterable[_Part]
 ) -> None:
     """Combine two nodes' values of each tensor with the Adasum factors, and write them into `values`."""
-    for index, part in parts:
-        values[part].mul_(factors[index, 0])
-        values[part].addcmul_(received[part].to(values.dtype), factors[index, 1])
+    for part in parts:
+        own_factor = factors[part.tensor, 0]
+        received_factor = factors[part.tensor, 1]
+        own_values = values[part.elements]
+        own_values.mul_(own_factor)
+        received_values = received[part.elements].to(values.dtype)
+        own_values.addcmul_(received_values, received_factor)
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return |a|^2, |b|^2 and a.b of two flat tensors, in float64."""
     total = torch.zeros(3, dtype=torch.float64, device=a.device)
-    for x, y in zip(a.split(BLOCK_NUMEL), b.split(BLOCK_NUMEL), strict=True):
-        x = x.double()
-        y = y.double()
-        total += torch.stack([x.dot(x), y.dot(y), x.dot(y)])
+    for a_block, b_block in zip(a.split(BLOCK_NUMEL), b.split(BLOCK_NUMEL), strict=True):
+        total += _inner_products_of_block(a_block, b_block)
     return total
+
+
+def _inner_products_of_block(a: Tensor, b: Tensor) -> Tensor:
+    a = a.double()
+    b = b.double()
+    a_square = a.dot(a)
+    b_square = b.dot(b)
+    dot = a.dot(b)
+    return torch.stack([a_square, b_square, dot])
 
 
 def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:
@@ -210,16 +269,16 @@ def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor
     """
     a = a.double()
     b = b.double()
+    # The products are summed one after the other, because each takes as much memory as the bucket.
+    a_square = _sum_segments(a * a, segments)
+    b_square = _sum_segments(b * b, segments)
+    dot = _sum_segments(a * b, segments)
+    return torch.stack([a_square, b_square, dot], -1)
+
+
+def _sum_segments(values: Tensor, segments: Tensor) -> Tensor:
     # With `unsafe=True` the host does not read the lengths back to check their sum.
-    sums = []
-    # One product at a time, because each takes as much memory as the bucket.
-    for x, y in (
-        (a, a),
-        (b, b),
-        (a, b),
-    ):
-        sums.append(torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True))
-    return torch.stack(sums, -1)
+    return torch.segment_reduce(values, "sum", lengths=segments, unsafe=True)
 
 
 def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segments: Tensor) -> None:
@@ -233,7 +292,9 @@ def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segment
         factors: Factors of both tensors for each segment except the last, of shape `[segments - 1, 2]`.
         segments: Length of each segment.
     """
-    segment_factors = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(values.dtype)
+    one_row_below = (0, 0, 0, 1)
+    with_tail = torch.nn.functional.pad(factors, one_row_below, value=1.0)
+    segment_factors = with_tail.to(values.dtype)
     element_factors = torch.repeat_interleave(
         segment_factors, segments, dim=0, output_size=values.numel()
     )
@@ -242,13 +303,17 @@ def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segment
     values.addcmul_(received.to(values.dtype), received_factor)
 
 
-def _segments(bounds: Sequence[int], begin: int, end: int, device: torch.device) -> Tensor:
+def _segments(bounds: Sequence[int], elements: slice, device: torch.device) -> Tensor:
     """Return how many elements of each tensor, and how many after the last tensor, lie in a range."""
-    ends = [min(max(bound, begin), end) for bound in (*bounds, end)]
-    lengths = torch.tensor([high - low for low, high in pairwise(ends)])
+    bounds_in_range = []
+    for bound in (*bounds, elements.stop):
+        not_below = max(bound, elements.start)
+        bounds_in_range.append(min(not_below, elements.stop))
+    lengths = [high - low for low, high in pairwise(bounds_in_range)]
+    segments = torch.tensor(lengths)
     if device.type == "cuda":
-        lengths = lengths.pin_memory().to(device, non_blocking=True)
-    return lengths
+        segments = segments.pin_memory().to(device, non_blocking=True)
+    return segments
 
 
 def _takes_segments(flat: Tensor) -> bool:
@@ -268,26 +333,30 @@ def adasum_factors(products: Tensor) -> Tensor:
     """
     squares = products[..., :2]
     dot = products[..., 2:]
-    return torch.where(squares == 0, 1.0, 1 - dot / (2 * squares))
+    factors = 1 - dot / (2 * squares)
+    return torch.where(squares == 0, 1.0, factors)
 
 
-def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
-    """Return the slice of a range that this node keeps, and the slice that it sends to its partner."""
-    middle = min(end, begin + -(-(end - begin) // (2 * ALIGNMENT)) * ALIGNMENT)
-    lower = slice(begin, middle)
-    upper = slice(middle, end)
+def _halves(elements: slice, *, is_lower: bool) -> _Halves:
+    """Split a range into the half that this node keeps and the half that it sends to its partner."""
+    # The lower half is rounded up to complete units of alignment, and may be the whole range.
+    numel = elements.stop - elements.start
+    num_units = -(-numel // (2 * ALIGNMENT))
+    middle = min(elements.start + num_units * ALIGNMENT, elements.stop)
+    lower = slice(elements.start, middle)
+    upper = slice(middle, elements.stop)
     if is_lower:
-        return lower, upper
-    return upper, lower
+        return _Halves(kept=lower, sent=upper)
+    return _Halves(kept=upper, sent=lower)
 
 
-def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield the index of each tensor that overlaps a range, and its slice relative to the range's start."""
-    for index, (first, last) in enumerate(pairwise(bounds)):
-        low = max(first, begin)
-        high = min(last, end)
-        if low < high:
-            yield index, slice(low - begin, high - begin)
+def _parts(bounds: Sequence[int], elements: slice) -> Iterator[_Part]:
+    """Yield the part of each tensor that lies in a range."""
+    for tensor, (tensor_begin, tensor_end) in enumerate(pairwise(bounds)):
+        begin = max(tensor_begin, elements.start)
+        end = min(tensor_end, elements.stop)
+        if begin < end:
+            yield _Part(tensor, slice(begin - elements.start, end - elements.start))
 
 
 def _swap(sent: Tensor, received: Tensor, partner: int, group: dist.ProcessGroup) -> None:
@@ -337,8 +406,8 @@ def refuse_odd_nodes(topology: Topology) -> None:
             nodes of different sizes would have equal weight.
     """
     num_nodes = topology.num_nodes
-    sizes = [len(node) for node in topology.nodes]
-    if num_nodes & (num_nodes - 1):
+    is_power_of_two = num_nodes & (num_nodes - 1) == 0
+    if not is_power_of_two:
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(
             "`between_nodes` (=Adasum()) requires a power of two as the number of nodes, because Adasum combines "
@@ -346,6 +415,7 @@ def refuse_odd_nodes(topology: Topology) -> None:
             "between_nodes=Mean()."
         )
     if topology.ranks_per_node is None:
+        sizes = [len(node) for node in topology.nodes]
         raise ValueError(
             "`between_nodes` (=Adasum()) requires the same number of ranks on every node, but the nodes have "
             f"{sizes} ranks. Otherwise the average of a small node would count as much as that of a large node. "

@@ -65,12 +65,17 @@ class BucketFeedback:
             message: Encoded blocks, uint8.
             coder: Codec on the tensor's device.
         """
-        first = int(ids.storage_offset())
+        first = int(ids.storage_offset())  # index of the first block in the bucket
         residual = self.residuals.get(first)
         if residual is None:
-            residual = self._new_residual(first, num_blocks_of(flat.numel()), flat.device)
+            num_blocks = num_blocks_of(flat.numel())
+            residual = self._new_residual(first, num_blocks, flat.device)
             self.residuals[first] = residual
         residual.encode(flat, ids, message, coder, self.step)
+
+    def is_for(self, padded: PaddedBucket, cut: tuple[Any, ...]) -> bool:
+        """Return whether these residuals belong to a bucket, and its ranges are cut in the same way."""
+        return self.padded is padded and self.cut == cut
 
     def _new_residual(self, first: int, num_blocks: int, device: torch.device) -> Residual:
         end = first + num_blocks
@@ -80,10 +85,12 @@ class BucketFeedback:
             values[: initial.numel()] = initial
 
         padding = []
-        for block, numel in self.padded.partial:
-            if first <= block < end:
-                block_begin = (block - first) * BLOCK
-                padding.append((block_begin + numel, block_begin + BLOCK))
+        for block in self.padded.partial:
+            if first <= block.index < end:
+                block_begin = (block.index - first) * BLOCK
+                gradient_end = block_begin + block.numel
+                padding.append((gradient_end, block_begin + BLOCK))
+
         numbers = self.padded.numbers[first:end]
         return Residual(numbers, values, padding, step=self.step, options=self._options)
 
@@ -152,16 +159,13 @@ class ErrorFeedback:
             is_last: Whether this is the last bucket of the step's gradients.
         """
         feedback = self._buckets.get(index)
-        if feedback is not None and feedback.padded is padded and feedback.cut == cut:
+        if feedback is not None and feedback.is_for(padded, cut):
             feedback.begin = None  # every range has its own residual now
         else:
-            begin = self._residual_of_node(padded.numbers, padded.ids.device, divisor)
+            new_feedback = self._new_feedback(padded, cut, divisor)
             if feedback is not None:
                 self._retired += feedback.residuals.values()
-            options = ResidualOptions(
-                divisor=divisor, may_skip=self.may_skip, on_cuda=self._device.type == "cuda"
-            )
-            feedback = BucketFeedback(padded, cut, begin, options)
+            feedback = new_feedback
             self._buckets[index] = feedback
 
         feedback.step = self._step
@@ -169,8 +173,17 @@ class ErrorFeedback:
         if is_last:
             self._num_sums += 1
             self._loaded = None
+            # Residuals whose blocks have all been taken by new buckets are dropped.
             self._retired = [residual for residual in self._retired if len(residual.numbers) > 0]
         return feedback
+
+    def _new_feedback(
+        self, padded: PaddedBucket, cut: tuple[Any, ...], divisor: int
+    ) -> BucketFeedback:
+        begin = self._residual_of_node(padded.numbers, padded.ids.device, divisor)
+        is_on_cuda = self._device.type == "cuda"
+        options = ResidualOptions(divisor=divisor, may_skip=self.may_skip, on_cuda=is_on_cuda)
+        return BucketFeedback(padded, cut, begin, options)
 
     def _residual_of_node(
         self, numbers: Tensor, device: torch.device, divisor: int
@@ -180,26 +193,41 @@ class ErrorFeedback:
         Collective within a node of several ranks, unless the residual comes from `load` or there is none.
         """
         if self._loaded is not None:
-            rows = self._loaded.view(-1, BLOCK)[numbers].to(device)
-            loss_scale = self._step.loss_scale
-            if loss_scale is None:
-                return (rows / divisor).flatten()
-            return (rows * (loss_scale / divisor)).flatten()
+            blocks = self._loaded.view(-1, BLOCK)
+            return self._scaled(blocks[numbers].to(device), divisor).flatten()
         if self._num_sums == 0:
             return None
 
-        begin = torch.zeros(len(numbers), BLOCK, device=device)
-        row_of_block = torch.full((self._num_blocks,), -1)
-        row_of_block[numbers] = torch.arange(len(numbers))
-        for residual in self._residuals_of_earlier_sums():
-            target_rows = row_of_block[residual.numbers]
-            rows = (target_rows >= 0).nonzero().view(-1)
-            if len(rows) > 0:
-                begin[target_rows[rows]] = residual.take(rows, self._step)
+        begin = self._take_residuals(numbers, device).view(-1)
         if self._sum_over_node_ is not None:
             # For each block, one rank has the residual and all other ranks have zeros.
-            self._sum_over_node_(begin.view(-1))
-        return begin.view(-1)
+            self._sum_over_node_(begin)
+        return begin
+
+    def _scaled(self, unscaled: Tensor, divisor: int) -> Tensor:
+        """Convert residuals from the units of `share` to those of this step's gradients."""
+        loss_scale = self._step.loss_scale
+        if loss_scale is None:
+            return unscaled / divisor
+        return unscaled * (loss_scale / divisor)
+
+    def _take_residuals(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """Take some blocks out of this rank's residuals, and return them as rows of a matrix.
+
+        Blocks of other ranks are zero.
+        """
+        taken = torch.zeros(len(numbers), BLOCK, device=device)
+        # The row of each block in `taken`, or -1 if the block is not requested.
+        row_of_block = torch.full((self._num_blocks,), -1)
+        row_of_block[numbers] = torch.arange(len(numbers))
+
+        for residual in self._residuals_of_earlier_sums():
+            target_rows = row_of_block[residual.numbers]
+            is_requested = target_rows >= 0
+            rows = is_requested.nonzero().view(-1)
+            if len(rows) > 0:
+                taken[target_rows[rows]] = residual.take(rows, self._step)
+        return taken
 
     def _residuals_of_earlier_sums(self) -> Iterator[Residual]:
         # Residuals of the current reduction are left out, because they hold other blocks and are in use by threads.
@@ -223,18 +251,20 @@ class ErrorFeedback:
         values = torch.zeros(end - begin, BLOCK, device=device)
         if self._loaded is not None:
             if self._is_leader:
-                values.copy_(self._loaded.view(-1, BLOCK)[begin:end])
+                loaded_blocks = self._loaded.view(-1, BLOCK)
+                values.copy_(loaded_blocks[begin:end])
             return values.view(-1)
 
         residuals = list(self._retired)
         for bucket in self._buckets.values():
             residuals.extend(bucket.residuals.values())
         for residual in residuals:
-            is_in_range = (residual.numbers >= begin) & (residual.numbers < end)
+            numbers = residual.numbers
+            is_in_range = (numbers >= begin) & (numbers < end)
             rows = is_in_range.nonzero().view(-1)
             if len(rows) > 0:
                 unscaled = residual.unscaled().view(-1, BLOCK)
-                target_rows = residual.numbers[rows] - begin
+                target_rows = numbers[rows] - begin
                 values[target_rows] = unscaled[rows]
         return values.view(-1)
 

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
+
+
+@dataclass(frozen=True)
+class PartialBlock:
+    """Last block of a gradient, if the gradient does not fill it.
+
+    Attributes:
+        index: Index of the block in the bucket.
+        numel: Number of the gradient's elements in the block. The other elements are padding.
+    """
+
+    index: int
+    numel: int
 
 
 class PaddedBucket:
@@ -26,8 +40,7 @@ class PaddedBucket:
     Attributes:
         numbers: Numbers of the blocks, int64, on the host.
         ids: Numbers of the blocks, int32, on the device.
-        partial: Blocks that a gradient does not fill, as pairs of the block's index in the bucket and the number of the
-            gradient's elements in it.
+        partial: Blocks that a gradient does not fill.
     """
 
     def __init__(
@@ -39,25 +52,27 @@ class PaddedBucket:
         device: torch.device,
     ) -> None:
         numbers: list[int] = []
-        block_counts = []
-        self.partial: list[tuple[int, int]] = []
+        padded_numels: list[int] = []
+        self.partial: list[PartialBlock] = []
         for numel, first_id in zip(numels, first_ids, strict=True):
             num_blocks = num_blocks_of(numel)
-            block_counts.append(num_blocks)
+            padded_numels.append(num_blocks * BLOCK)
             numbers.extend(range(first_id, first_id + num_blocks))
-            if numel % BLOCK != 0:
-                self.partial.append((len(numbers) - 1, numel % BLOCK))
+            numel_in_last_block = numel % BLOCK
+            if numel_in_last_block != 0:
+                last_block = len(numbers) - 1
+                self.partial.append(PartialBlock(last_block, numel_in_last_block))
         self.numbers = torch.tensor(numbers, dtype=torch.int64)
         self.ids = self.numbers.to(torch.int32).to(device)
 
         self._numels = list(numels)
-        self._wire = torch.zeros(len(numbers) * BLOCK, dtype=dtype, device=device)
+        self._wire = torch.zeros(sum(padded_numels), dtype=dtype, device=device)
         self._gradients: list[Tensor] = []
         self._padding: list[Tensor] = []
-        rows = self._wire.split([num_blocks * BLOCK for num_blocks in block_counts])
-        for row, numel in zip(rows, numels, strict=True):
-            self._gradients.append(row[:numel])
-            self._padding.append(row[numel:])
+        padded_gradients = self._wire.split(padded_numels)
+        for padded_gradient, numel in zip(padded_gradients, numels, strict=True):
+            self._gradients.append(padded_gradient[:numel])
+            self._padding.append(padded_gradient[numel:])
 
     def load(self, buffer: Tensor, *, before: int) -> Tensor:
         """Copy the bucket, divided by `before`, into the padded buffer and return the padded buffer.
@@ -68,9 +83,12 @@ class PaddedBucket:
         is_wire_wider = self._wire.element_size() > buffer.element_size()
         if before > 1 and not is_wire_wider:
             buffer.div_(before)
-        torch._foreach_copy_(self._gradients, list(buffer.split(self._numels)))
+
+        source = list(buffer.split(self._numels))
+        torch._foreach_copy_(self._gradients, source)
         # The previous reduction of rotated blocks left noise in the padding.
         torch._foreach_zero_(self._padding)
+
         if before > 1 and is_wire_wider:
             self._wire.div_(before)
         return self._wire
@@ -84,7 +102,10 @@ class PaddedBucket:
         is_wire_wider = self._wire.element_size() > buffer.element_size()
         if after != 1 and is_wire_wider:
             self._wire.div_(after)
-        torch._foreach_copy_(list(buffer.split(self._numels)), self._gradients)
+
+        target = list(buffer.split(self._numels))
+        torch._foreach_copy_(target, self._gradients)
+
         if after != 1 and not is_wire_wider:
             buffer.div_(after)
         return buffer
@@ -118,10 +139,11 @@ class BlockNumbers:
 
         The first call for a parameter assigns numbers to its blocks.
         """
-        if id(parameter) not in self._first:
-            self._first[id(parameter)] = self._num_blocks
+        key = id(parameter)
+        if key not in self._first:
+            self._first[key] = self._num_blocks
             self._num_blocks += num_blocks_of(num_reals(parameter))
-        return self._first[id(parameter)]
+        return self._first[key]
 
 
 def num_reals(parameter: Tensor) -> int:

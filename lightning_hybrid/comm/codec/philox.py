@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+# Constants of the generator, M0, M1, W0 and W1 in the docstring of `philox`.
+_MULTIPLIER_0 = 0xD2511F53
+_MULTIPLIER_1 = 0xCD9E8D57
+_WEYL_0 = 0x9E3779B9
+_WEYL_1 = 0xBB67AE85
 NUM_ROUNDS = 10
 
 
@@ -15,7 +18,13 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
     """Return four 32-bit random words for each Philox counter of four words.
 
     The words are int64 in [0, 2^32). Their shape is the broadcast shape of the counter's words. cuRAND, torch and
-    Triton use the same generator.
+    Triton use the same generator. Each of its 10 rounds replaces the counter (c0, c1, c2, c3) and the key (k0, k1):
+
+        c0, c1  <-  high(M1 c2) xor c1 xor k0,  low(M1 c2)
+        c2, c3  <-  high(M0 c0) xor c3 xor k1,  low(M0 c0)
+        k0, k1  <-  k0 + W0,  k1 + W1  mod 2^32
+
+    `high` and `low` are the upper and the lower 32 bits of a product. All right-hand sides use the old values.
 
     Source: Salmon et al. 2011 (SC '11).
 
@@ -26,24 +35,33 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
-        # The product has 64 bits, the highest of which is the sign. The mask removes the copies of the sign.
-        first = c0 * _MULTIPLIERS[0]
-        second = c2 * _MULTIPLIERS[1]
-        c0 = (second >> 32 & _MASK) ^ c1 ^ k0
-        c1 = second & _MASK
-        c2 = (first >> 32 & _MASK) ^ c3 ^ k1
-        c3 = first & _MASK
-        k0 = (k0 + _WEYL[0]) & _MASK
-        k1 = (k1 + _WEYL[1]) & _MASK
+        product_of_c0 = c0 * _MULTIPLIER_0
+        product_of_c2 = c2 * _MULTIPLIER_1
+        c0 = _high_word(product_of_c2) ^ c1 ^ k0
+        c1 = _low_word(product_of_c2)
+        c2 = _high_word(product_of_c0) ^ c3 ^ k1
+        c3 = _low_word(product_of_c0)
+        k0 = (k0 + _WEYL_0) & _MASK
+        k1 = (k1 + _WEYL_1) & _MASK
     return c0, c1, c2, c3
+
+
+def _high_word(product: Tensor) -> Tensor:
+    # The product has 64 bits, the highest of which is the sign. The mask removes the copies of the sign.
+    return product >> 32 & _MASK
+
+
+def _low_word(product: Tensor) -> Tensor:
+    return product & _MASK
 
 
 def random_signs(numel: int, seed: int) -> Tensor:
     """Return `numel` random signs (-1.0 or 1.0, float32) that depend only on `seed`."""
-    num_counters = -(-numel // 4)
+    num_counters = -(-numel // 4)  # each counter gives four words
     counter = torch.arange(num_counters)
     zero = torch.zeros((), dtype=torch.int64)
     # No step of a run has the number `_MASK`, so these words do not occur in the run's noise.
-    words = torch.stack(philox((counter, zero, zero, zero), (seed & _MASK, _MASK)))
+    key = (seed & _MASK, _MASK)
+    words = torch.stack(philox((counter, zero, zero, zero), key))
     bits = words.flatten()[:numel] & 1
     return 1.0 - 2.0 * bits.float()

@@ -8,15 +8,29 @@ import triton
 import triton.language as tl
 
 _BLOCK = tl.constexpr(256)
-_LANES = tl.constexpr(64)
+_HALF_BLOCK = tl.constexpr(128)
+_LANES = tl.constexpr(64)  # Philox counters of a block, each of which gives four words
+
+# The numbers 1 and 1/2 as fixed-point numbers with 23 fractional bits.
+_FRACTION_BITS = tl.constexpr(23)
+_ONE = tl.constexpr(1 << 23)
+_ONE_AS_FLOAT = tl.constexpr(8388608.0)
+_ONE_HALF = tl.constexpr(1 << 22)
+
+_MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 except its sign
+_INFINITE_BITS = tl.constexpr(0x7F800000)  # float32 bits of inf
+_NAN_SCALE = tl.constexpr(0x7FC0)  # bfloat16 bits of nan
 
 
 @triton.jit
-def _butterflies(y, HALF: tl.constexpr):
-    shaped = tl.reshape(y, [_BLOCK // (2 * HALF), 2, HALF])
-    a, b = tl.split(tl.permute(shaped, (0, 2, 1)))
-    pairs = tl.join(a + b, a - b)
-    return tl.reshape(tl.permute(pairs, (0, 2, 1)), [_BLOCK])
+def _butterflies(y, DISTANCE: tl.constexpr):
+    """Replace each pair of elements at a distance in a block by its sum and difference."""
+    groups = tl.reshape(y, [_BLOCK // (2 * DISTANCE), 2, DISTANCE])
+    pairs = tl.permute(groups, (0, 2, 1))  # `split` and `join` need the pairs in the last axis
+    a, b = tl.split(pairs)
+    transformed = tl.join(a + b, a - b)
+    in_order = tl.permute(transformed, (0, 2, 1))
+    return tl.reshape(in_order, [_BLOCK])
 
 
 @triton.jit
@@ -31,20 +45,72 @@ def _hadamard(y):
 
 
 @triton.jit
-def _addends(ids, block, key, sender, turn):
+def _uniform_noise(ids, block, key, sender, turn):
     """Return 23 random bits for each element of a block.
 
     Word w of counter j belongs to element 64 w + j.
     """
     lanes = tl.arange(0, _LANES)
-    number = (lanes * 0 + tl.load(ids + block)).to(tl.uint32)
-    sender = (lanes * 0 + sender).to(tl.uint32)
-    turn = (lanes * 0 + turn).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(key, lanes.to(tl.uint32), number, sender, turn)
+    zeros = lanes * 0
+    # `philox` takes its counter as four vectors of words.
+    lane = lanes.to(tl.uint32)
+    number = (zeros + tl.load(ids + block)).to(tl.uint32)
+    sender = (zeros + sender).to(tl.uint32)
+    turn = (zeros + turn).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(key, lane, number, sender, turn)
+
     # The axes are the counter, the lower bit of the word's index, and the upper bit of the word's index.
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
-    in_order = tl.reshape(tl.permute(words, (2, 1, 0)), [_BLOCK])
-    return (in_order >> 9).to(tl.int32)
+    words_0_and_1 = tl.join(w0, w1)
+    words_2_and_3 = tl.join(w2, w3)
+    words = tl.join(words_0_and_1, words_2_and_3)
+    words_in_order = tl.permute(words, (2, 1, 0))
+    bits = tl.reshape(words_in_order, [_BLOCK]) >> 9
+    return bits.to(tl.int32)
+
+
+@triton.jit
+def _float_of(scale_bits):
+    """Convert bfloat16 bit patterns, stored as int32, to float32."""
+    float32_bits = scale_bits << 16
+    return float32_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_bits_of(maximum, RECIPROCAL: tl.constexpr):
+    """Return the bfloat16 bits of a block's scale, given its largest magnitude."""
+    exact_scale = maximum * RECIPROCAL
+    # The scale is rounded up to bfloat16, so that no code exceeds the largest code.
+    float32_bits = exact_scale.to(tl.int32, bitcast=True)
+    return (float32_bits + 0xFFFF) >> 16
+
+
+@triton.jit
+def _pack_halves(code):
+    """Pack elements i and i + 128 of a block's int4 codes into byte i."""
+    halves = tl.reshape(code, [2, _HALF_BLOCK])
+    pairs = tl.permute(halves, (1, 0))
+    lower, upper = tl.split(pairs)
+    return (lower & 15) | ((upper & 15) << 4)
+
+
+@triton.jit
+def _unpack_halves(packed):
+    """Unpack the int4 codes of `_pack_halves`, given as int32."""
+    # Both codes are moved to the upper 4 bits. The arithmetic shift to the right then extends the sign.
+    lower = packed << 28
+    upper = packed << 24
+    pairs = tl.join(lower, upper)
+    halves = tl.permute(pairs, (1, 0))
+    return tl.reshape(halves, [_BLOCK]) >> 28
+
+
+@triton.jit
+def _load_scale(address):
+    """Load a bfloat16 scale, given the address of its first byte, and return it in float32."""
+    lower_byte = tl.load(address).to(tl.int32)
+    upper_byte = tl.load(address + 1).to(tl.int32)
+    scale_bits = lower_byte | (upper_byte << 8)
+    return _float_of(scale_bits)
 
 
 @triton.jit(do_not_specialize=["key", "sender", "turn"])
@@ -85,30 +151,34 @@ def encode_block(
         y = _hadamard(y * tl.load(signs + elements))
 
     # Magnitudes are compared by their bit patterns, which are largest for inf and nan.
-    maximum_bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    is_finite = maximum_bits < 0x7F800000
+    magnitude_bits = y.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
+    maximum_bits = tl.max(magnitude_bits, 0)
+    is_finite = maximum_bits < _INFINITE_BITS
     is_coded = is_finite & (maximum_bits >= LEAST)
-    maximum = tl.where(is_coded, maximum_bits, 0).to(tl.float32, bitcast=True)
-    # The scale is rounded up to bfloat16, so that no code exceeds the largest code.
-    upper = ((maximum * RECIPROCAL).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-    scale = tl.where(is_coded, (upper << 16).to(tl.float32, bitcast=True), 1.0)
+    coded_maximum_bits = tl.where(is_coded, maximum_bits, 0)
+    maximum = coded_maximum_bits.to(tl.float32, bitcast=True)
+    scale_bits = _scale_bits_of(maximum, RECIPROCAL)
+    scale = tl.where(is_coded, _float_of(scale_bits), 1.0)
 
-    steps = tl.div_rn(8388608.0, scale)  # IEEE 754 rounding, as on the CPU
-    fixed = (tl.where(is_coded, y, 0.0) * steps).to(tl.int32)
-    fixed = tl.minimum(tl.maximum(fixed, -MOST * 8388608), MOST * 8388608)
+    # y / scale as a fixed-point number, clamped to the range of the codes.
+    fixed_point_per_unit = tl.div_rn(_ONE_AS_FLOAT, scale)  # IEEE 754 rounding, as on the CPU
+    quotient = tl.where(is_coded, y, 0.0) * fixed_point_per_unit
+    fixed = quotient.to(tl.int32)
+    fixed = tl.maximum(fixed, -MOST * _ONE)
+    fixed = tl.minimum(fixed, MOST * _ONE)
     if IS_NEAREST:
-        fixed += 4194304
+        fixed += _ONE_HALF
     else:
-        fixed += _addends(ids, block, key, sender, turn)
-    code = fixed >> 23
+        fixed += _uniform_noise(ids, block, key, sender, turn)
+    code = fixed >> _FRACTION_BITS
 
-    tl.store(scales, tl.where(is_finite, upper, 0x7FC0).to(tl.int16))
+    sent_scale_bits = tl.where(is_finite, scale_bits, _NAN_SCALE)
+    tl.store(scales, sent_scale_bits.to(tl.int16))
     if MOST == 7:
-        halves = tl.permute(tl.reshape(code, [2, _BLOCK // 2]), (1, 0))
-        lower, higher = tl.split(halves)
-        packed = (lower & 15) | ((higher & 15) << 4)
-        codes += block_in_row.to(tl.int64) * (_BLOCK // 2)
-        tl.store(codes + tl.arange(0, _BLOCK // 2), packed.to(tl.uint8))
+        packed = _pack_halves(code)
+        bytes_of_block = tl.arange(0, _HALF_BLOCK)
+        codes += block_in_row.to(tl.int64) * _HALF_BLOCK
+        tl.store(codes + bytes_of_block, packed.to(tl.uint8))
     else:
         codes += block_in_row.to(tl.int64) * _BLOCK
         tl.store(codes + elements, code.to(tl.uint8))
@@ -139,20 +209,18 @@ def add_block(
     num_blocks_in_row = tl.minimum(num_blocks - row * row_blocks, row_blocks)
     message = messages + row.to(tl.int64) * row_bytes
     for _ in range(num_messages):
-        scale_bytes = message + 2 * block_in_row
-        lower_byte = tl.load(scale_bytes).to(tl.int32)
-        upper_byte = tl.load(scale_bytes + 1).to(tl.int32)
-        scale = ((lower_byte | (upper_byte << 8)) << 16).to(tl.float32, bitcast=True)
-
+        scale = _load_scale(message + 2 * block_in_row)
         codes = message + 2 * num_blocks_in_row
         if MOST == 7:
-            codes += block_in_row.to(tl.int64) * (_BLOCK // 2)
-            packed = tl.load(codes + tl.arange(0, _BLOCK // 2)).to(tl.int32)
-            halves = tl.permute(tl.join(packed << 28, packed << 24), (1, 0))
-            code = tl.reshape(halves, [_BLOCK]) >> 28  # an arithmetic shift, which extends the sign
+            codes += block_in_row.to(tl.int64) * _HALF_BLOCK
+            bytes_of_block = tl.arange(0, _HALF_BLOCK)
+            packed = tl.load(codes + bytes_of_block)
+            code = _unpack_halves(packed.to(tl.int32))
         else:
             codes += block_in_row.to(tl.int64) * _BLOCK
-            code = tl.load(codes + elements).to(tl.int8, bitcast=True).to(tl.int32)
+            unsigned = tl.load(codes + elements)
+            signed = unsigned.to(tl.int8, bitcast=True)
+            code = signed.to(tl.int32)
         total += code.to(tl.float32) * scale
         message += stride
 

@@ -15,6 +15,8 @@ and dtype. The result is written in place.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,116 +41,196 @@ def sum_coded_(
         sender: Number that the rounding noise of this rank's messages depends on.
         by_backend: Whether to use collectives of the backend, rather than our own messages.
     """
+    collectives = _RowCollectives(group, flat.device, by_backend=by_backend)
     values = flat
     if flat.dtype is not torch.float32:
-        values = _buffer("values", flat.numel(), torch.float32, flat.device, by_backend)
+        values = collectives.buffer("values", flat.numel(), torch.float32)
         values.copy_(flat)
 
-    if dist.get_world_size(group) == 2:
-        _exchange_(values, blocks, group, sender, by_backend)
+    if collectives.num_ranks == 2:
+        _exchange_(values, blocks, sender, collectives)
     else:
-        _sum_by_parts_(values, blocks, group, sender, by_backend)
+        _scatter_and_gather_(values, blocks, sender, collectives)
 
     if values is not flat:
         flat.copy_(values)
 
 
-def _exchange_(
-    values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
-) -> None:
+def _exchange_(values: Tensor, blocks: Blocks, sender: int, collectives: _RowCollectives) -> None:
     """All-reduce a tensor over two ranks, which exchange the whole encoded tensor."""
-    rank = dist.get_rank(group)
-    num_bytes = blocks.coder.codec.message_bytes(values.numel())
-    messages = _messages("messages", 2, num_bytes, values.device, by_backend)
-    blocks.encode(values, messages[rank], sender=sender)
-    _gather(messages, rank, [num_bytes] * 2, group, by_backend)
-    blocks.coder.add(messages, values)
+    coder = blocks.coder
+    num_bytes = coder.codec.message_bytes(values.numel())
+    messages = collectives.rows("messages", num_bytes)
+    own_message = messages[collectives.rank]
+    blocks.encode(values, own_message, sender=sender)
+    lengths = [num_bytes, num_bytes]
+    collectives.gather(messages, lengths)
+    coder.add(messages, values)
 
 
-def _sum_by_parts_(
-    values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
+def _scatter_and_gather_(
+    values: Tensor, blocks: Blocks, sender: int, collectives: _RowCollectives
 ) -> None:
     """All-reduce a tensor over three or more ranks by a compressed reduce-scatter and all-gather."""
-    coder = blocks.coder
-    num_ranks = dist.get_world_size(group)
-    rank = dist.get_rank(group)
-
-    # Shards consist of complete blocks. The last shards may be shorter, or empty.
-    part_numel = -(-num_blocks_of(values.numel()) // num_ranks) * BLOCK
-    parts = [values[r * part_numel : (r + 1) * part_numel] for r in range(num_ranks)]
-    lengths = [coder.codec.message_bytes(part.numel()) for part in parts]
+    shards = _shards(values, blocks, collectives.num_ranks)
+    own_shard = shards[collectives.rank]
+    lengths = [shard.num_bytes for shard in shards]
 
     # Each rank has a row. All rows have the same size, because backends require it. If a shard is
     # shorter, the end of its row is unused.
-    device = values.device
-    departures = _messages("departures", num_ranks, lengths[0], device, by_backend)
-    arrivals = _messages("arrivals", num_ranks, lengths[0], device, by_backend)
-    sums = _messages("messages", num_ranks, lengths[0], device, by_backend)
+    row_bytes = lengths[0]
+    departures = collectives.rows("departures", row_bytes)
+    arrivals = collectives.rows("arrivals", row_bytes)
+    sums = collectives.rows("messages", row_bytes)
 
-    if by_backend:
+    if collectives.by_backend:
         # One kernel encodes all shards, for any number of ranks.
         blocks.encode(values, departures, sender=sender)
     else:
-        for r, part in enumerate(parts):
-            if part.numel():
-                part_blocks = blocks.since(r * part_numel)
-                part_blocks.encode(part, departures[r, : lengths[r]], sender=sender)
-    _scatter(departures, arrivals, rank, lengths, group, by_backend)
+        for shard, row in zip(shards, departures, strict=True):
+            shard.encode(row, sender=sender)
+    collectives.scatter(departures, arrivals, lengths)
 
-    if parts[rank].numel():
-        coder.add(arrivals[:, : lengths[rank]], parts[rank])
-        own_blocks = blocks.since(rank * part_numel)
-        own_blocks.encode(parts[rank], sums[rank, : lengths[rank]], sender=OF_A_SUM)
-    _gather(sums, rank, lengths, group, by_backend)
+    own_sum = sums[collectives.rank]
+    own_shard.decode_sum(arrivals)
+    own_shard.encode(own_sum, sender=OF_A_SUM)
+    collectives.gather(sums, lengths)
 
-    if by_backend:
-        coder.decode(sums, values)
+    if collectives.by_backend:
+        blocks.coder.decode(sums, values)
     else:
-        for r, part in enumerate(parts):
-            if part.numel():
-                coder.add(sums[r : r + 1, : lengths[r]], part)
+        for owner, shard in enumerate(shards):
+            row_of_owner = sums[owner : owner + 1]
+            shard.decode_sum(row_of_owner)
 
 
-def _scatter(
-    departures: Tensor,
-    arrivals: Tensor,
-    rank: int,
-    lengths: list[int],
-    group: dist.ProcessGroup,
-    by_backend: bool,
-) -> None:
-    """Exchange rows with all ranks: send row r to rank r, and receive one row from each rank."""
-    if by_backend:
-        dist.all_to_all_single(arrivals.view(-1), departures.view(-1), group=group)
-        return
-    arrivals[rank] = departures[rank]
-    outgoing = [row[:length] for row, length in zip(departures, lengths, strict=True)]
-    incoming = [row[: lengths[rank]] for row in arrivals]
-    gloo_p2p.all_to_all_(outgoing, incoming, group)
+@dataclass(frozen=True)
+class _Shard:
+    """Shard of the tensor, which one rank adds.
+
+    Attributes:
+        values: View of the shard's elements, which may be empty.
+        begin: Index of the first element in the tensor.
+        blocks: Encoder of the blocks of the whole tensor.
+        num_bytes: Size of the encoded shard.
+    """
+
+    values: Tensor
+    begin: int
+    blocks: Blocks
+    num_bytes: int
+
+    def encode(self, row: Tensor, *, sender: int) -> None:
+        """Encode the shard into the beginning of a row."""
+        if self.values.numel() > 0:
+            blocks = self.blocks.since(self.begin)
+            message = row[: self.num_bytes]
+            blocks.encode(self.values, message, sender=sender)
+
+    def decode_sum(self, rows: Tensor) -> None:
+        """Decode the message at the beginning of each row, and write their sum into the shard."""
+        if self.values.numel() > 0:
+            coder = self.blocks.coder
+            messages = rows[:, : self.num_bytes]
+            coder.add(messages, self.values)
 
 
-def _gather(
-    rows: Tensor, rank: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool
-) -> None:
-    """All-gather the rows of a matrix in place, where rank r contributes row r."""
-    if by_backend:
-        all_gather(rows.view(-1), rows[rank].clone(), group=group)
-        return
-    messages = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    gloo_p2p.all_to_all_([messages[rank]] * len(messages), messages, group)
+def _shards(values: Tensor, blocks: Blocks, num_shards: int) -> list[_Shard]:
+    """Split a tensor into shards of complete blocks.
+
+    The last shards may be shorter, or empty.
+    """
+    codec = blocks.coder.codec
+    num_blocks = num_blocks_of(values.numel())
+    blocks_per_shard = -(-num_blocks // num_shards)
+    shard_numel = blocks_per_shard * BLOCK
+
+    shards = []
+    for index in range(num_shards):
+        begin = index * shard_numel
+        elements = values[begin : begin + shard_numel]
+        numel = elements.numel()
+        num_bytes = codec.message_bytes(numel)
+        shard = _Shard(elements, begin, blocks, num_bytes)
+        shards.append(shard)
+    return shards
 
 
-def _messages(
-    name: str, num_rows: int, num_bytes: int, device: torch.device, by_backend: bool
-) -> Tensor:
-    flat = _buffer(name, num_rows * num_bytes, torch.uint8, device, by_backend)
-    return flat.view(num_rows, num_bytes)
+class _RowCollectives:
+    """Collectives on matrices of bytes, which have a row for each rank.
+
+    Args:
+        group: Process group of the collectives.
+        device: Device of the matrices.
+        by_backend: Whether to use collectives of the backend, rather than our own messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, by_backend: bool) -> None:
+        self.by_backend = by_backend
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self._group = group
+        self._device = device
+
+    def scatter(self, departures: Tensor, arrivals: Tensor, lengths: list[int]) -> None:
+        """Exchange rows with all ranks: send row r to rank r, and receive one row from each rank.
+
+        Collective: every rank of the group must call it, in the same order.
+
+        Args:
+            departures: Matrix of the rows to send.
+            arrivals: Matrix of the rows to receive.
+            lengths: Number of bytes that each rank receives in a row. The rest of the row is unused.
+        """
+        if self.by_backend:
+            outgoing_bytes = departures.view(-1)
+            incoming_bytes = arrivals.view(-1)
+            dist.all_to_all_single(incoming_bytes, outgoing_bytes, group=self._group)
+            return
+
+        rank = self.rank
+        arrivals[rank] = departures[rank]
+        outgoing = _used_parts(departures, lengths)
+        own_length = lengths[rank]
+        incoming = [row[:own_length] for row in arrivals]
+        gloo_p2p.all_to_all_(outgoing, incoming, self._group)
+
+    def gather(self, rows: Tensor, lengths: list[int]) -> None:
+        """All-gather the rows of a matrix in place, where rank r contributes row r.
+
+        Collective: every rank of the group must call it, in the same order.
+
+        Args:
+            rows: Matrix with the row of this rank.
+            lengths: Number of bytes that are used in each row.
+        """
+        if self.by_backend:
+            own_row = rows[self.rank].clone()
+            all_rows = rows.view(-1)
+            all_gather(all_rows, own_row, group=self._group)
+            return
+
+        messages = _used_parts(rows, lengths)
+        own_message = messages[self.rank]
+        outgoing = [own_message] * self.num_ranks
+        gloo_p2p.all_to_all_(outgoing, messages, self._group)
+
+    def rows(self, name: str, row_bytes: int) -> Tensor:
+        """Return an uninitialised matrix of bytes with a row for each rank."""
+        num_bytes = self.num_ranks * row_bytes
+        flat = self.buffer(name, num_bytes, torch.uint8)
+        return flat.view(self.num_ranks, row_bytes)
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory: a scratch buffer of this thread, or a new tensor on CUDA."""
+        if self.by_backend:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        return gloo_p2p.scratch(name, numel, dtype)
 
 
-def _buffer(
-    name: str, numel: int, dtype: torch.dtype, device: torch.device, by_backend: bool
-) -> Tensor:
-    """Return uninitialised memory: a scratch buffer of this thread, or a new tensor on CUDA."""
-    if by_backend:
-        return torch.empty(numel, dtype=dtype, device=device)
-    return gloo_p2p.scratch(name, numel, dtype)
+def _used_parts(rows: Tensor, lengths: list[int]) -> list[Tensor]:
+    parts = []
+    for row, length in zip(rows, lengths, strict=True):
+        used_part = row[:length]
+        parts.append(used_part)
+    return parts

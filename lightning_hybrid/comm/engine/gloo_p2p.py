@@ -22,7 +22,8 @@ functions are not used with NCCL, whose own collectives are better.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -36,24 +37,23 @@ _thread_local = threading.local()
 
 def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Reduce a tensor over the group in place, with the sum only on the group's rank 0."""
-    rank = dist.get_rank(group)
-    if rank != 0:
-        _send(flat, 0, group).wait()
+    links = _Links(group)
+    if links.rank != 0:
+        links.send(flat, 0).wait()
         return
 
-    num_senders = dist.get_world_size(group) - 1
-    rows = scratch("rows", num_senders * flat.numel(), flat.dtype).view(num_senders, flat.numel())
-    # All receives are posted before the first wait, so that messages can arrive at the same time.
-    arrivals = [_receive(row, sender, group) for sender, row in enumerate(rows, start=1)]
-    _add_up([flat, *rows], [None, *arrivals], out=flat)
+    rows = links.receive_rows(flat)
+    _add_up(rows, out=flat)
 
 
 def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Broadcast a tensor from the group's rank 0 to all other ranks of the group, in place."""
-    if dist.get_rank(group) != 0:
-        _receive(flat, 0, group).wait()
+    links = _Links(group)
+    if links.rank != 0:
+        links.receive(flat, 0).wait()
         return
-    _wait([_send(flat, rank, group) for rank in range(1, dist.get_world_size(group))])
+    departures = links.send_to_all(flat)
+    _wait(departures)
 
 
 def part_of(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> Tensor:
@@ -61,7 +61,9 @@ def part_of(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) 
 
     Shards begin at multiples of `alignment` elements.
     """
-    return _parts(flat, dist.get_world_size(group), alignment)[dist.get_rank(group)]
+    num_ranks = dist.get_world_size(group)
+    parts = _parts(flat, num_ranks, alignment)
+    return parts[dist.get_rank(group)]
 
 
 def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
@@ -69,81 +71,180 @@ def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALI
 
     Other shards are unchanged.
     """
-    rank = dist.get_rank(group)
-    num_ranks = dist.get_world_size(group)
-    parts = _parts(flat, num_ranks, alignment)
-    part = parts[rank]
+    links = _Links(group)
+    parts = _parts(flat, links.num_ranks, alignment)
+    part = parts[links.rank]
 
-    buffer = scratch("rows", num_ranks * part.numel(), flat.dtype)
-    rows = list(buffer.view(num_ranks, part.numel()))
-    arrivals: list[dist.Work | None] = [None] * num_ranks
-    if part.numel():
-        for sender in range(num_ranks):
-            if sender != rank:
-                arrivals[sender] = _receive(rows[sender], sender, group)
+    rows: list[_Row] = []
+    if part.numel() > 0:
+        rows = links.receive_rows(part)
+    departures = links.send_each(parts)
 
-    departures = []
-    for receiver in _peers(rank, num_ranks):
-        if parts[receiver].numel():
-            departures.append(_send(parts[receiver], receiver, group))
-
-    rows[rank] = part  # at its own index, because every rank adds in rank order
-    _add_up(rows, arrivals, out=part)
+    if rows:
+        _add_up(rows, out=part)
     _wait(departures)
 
 
 def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
     """All-gather a tensor in place, where each rank contributes its own shard."""
-    rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     parts = _parts(flat, num_ranks, alignment)
-    peers = _peers(rank, num_ranks)
-    works = [_receive(parts[peer], peer, group) for peer in peers if parts[peer].numel()]
-    if parts[rank].numel():
-        works += [_send(parts[rank], peer, group) for peer in peers]
-    _wait(works)
+    own_part = parts[dist.get_rank(group)]
+    all_to_all_([own_part] * num_ranks, parts, group)
 
 
 def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Gather the shards of all ranks on the group's rank 0, in place."""
-    rank = dist.get_rank(group)
-    works = []
-    if rank != 0:
-        if parts[rank].numel():
-            works.append(_send(parts[rank], 0, group))
-    else:
-        for sender, part in enumerate(parts):
-            if sender != 0 and part.numel():
-                works.append(_receive(part, sender, group))
-    _wait(works)
+    links = _Links(group)
+    if links.rank != 0:
+        own_part = parts[links.rank]
+        if own_part.numel() > 0:
+            links.send(own_part, 0).wait()
+        return
+
+    arrivals = []
+    for sender, part in enumerate(parts):
+        if sender != 0 and part.numel() > 0:
+            arrivals.append(links.receive(part, sender))
+    _wait(arrivals)
 
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """All-reduce a tensor in place by sending the whole tensor to every other rank of the group."""
-    rank = dist.get_rank(group)
-    num_ranks = dist.get_world_size(group)
-    buffer = scratch("rows", num_ranks * flat.numel(), flat.dtype)
-    rows = list(buffer.view(num_ranks, flat.numel()))
-
-    arrivals: list[dist.Work | None] = [None] * num_ranks
-    for sender in range(num_ranks):
-        if sender != rank:
-            arrivals[sender] = _receive(rows[sender], sender, group)
-    departures = [_send(flat, peer, group) for peer in _peers(rank, num_ranks)]
-
-    rows[rank] = flat  # at its own index, because every rank adds in rank order
-    # The sends read `flat`, so they must be complete before the sum is written into it.
-    _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
+    links = _Links(group)
+    rows = links.receive_rows(flat)
+    departures = links.send_to_all(flat)
+    _add_up(rows, out=flat, sends_of_out=departures)
 
 
 def all_to_all_(
     departures: Sequence[Tensor], arrivals: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
     """Exchange tensors with all ranks: send `departures[r]` to rank r, and receive `arrivals[r]`."""
-    peers = _peers(dist.get_rank(group), dist.get_world_size(group))
-    works = [_receive(arrivals[peer], peer, group) for peer in peers if arrivals[peer].numel()]
-    works += [_send(departures[peer], peer, group) for peer in peers if departures[peer].numel()]
+    links = _Links(group)
+    works = []
+    for peer in links.peers():
+        tensor = arrivals[peer]
+        if tensor.numel() > 0:
+            works.append(links.receive(tensor, peer))
+    works += links.send_each(departures)
     _wait(works)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Tensor of one rank, which may still be in transit.
+
+    Attributes:
+        tensor: Tensor of the rank.
+        arrival: Operation that receives the tensor, or None for this rank's own tensor.
+    """
+
+    tensor: Tensor
+    arrival: dist.Work | None = None
+
+    def received(self) -> Tensor:
+        """Wait until the tensor has been received, and return it."""
+        if self.arrival is not None:
+            self.arrival.wait()
+        return self.tensor
+
+
+class _Links:
+    """Connections of this rank to the other ranks of a group, which are numbered within the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self._group = group
+
+    def send(self, tensor: Tensor, receiver: int) -> dist.Work:
+        """Start sending a tensor to a rank."""
+        # The group's method takes the rank in the group, whereas `dist.isend(dst=...)` takes the global rank.
+        return self._group.send([tensor], receiver, 0)
+
+    def receive(self, tensor: Tensor, sender: int) -> dist.Work:
+        """Start receiving a tensor from a rank."""
+        return self._group.recv([tensor], sender, 0)
+
+    def peers(self) -> list[int]:
+        """Return all other ranks in cyclic order, beginning with the next rank.
+
+        In this order, ranks do not all send to the same rank first.
+        """
+        peers = []
+        for distance in range(1, self.num_ranks):
+            peer = (self.rank + distance) % self.num_ranks
+            peers.append(peer)
+        return peers
+
+    def send_to_all(self, tensor: Tensor) -> list[dist.Work]:
+        """Start sending a tensor to every other rank."""
+        return [self.send(tensor, peer) for peer in self.peers()]
+
+    def send_each(self, departures: Sequence[Tensor]) -> list[dist.Work]:
+        """Start sending `departures[r]` to each other rank r, unless it is empty."""
+        works = []
+        for peer in self.peers():
+            tensor = departures[peer]
+            if tensor.numel() > 0:
+                works.append(self.send(tensor, peer))
+        return works
+
+    def receive_rows(self, own: Tensor) -> list[_Row]:
+        """Start receiving a tensor of every other rank, and return the tensors of all ranks in rank order.
+
+        All receives are posted before the first wait, so that messages can arrive at the same time.
+
+        Args:
+            own: Tensor of this rank, 1-D. The other tensors have its size and dtype, and are in scratch memory.
+        """
+        num_peers = self.num_ranks - 1
+        numel = own.numel()
+        buffer = scratch("rows", num_peers * numel, own.dtype)
+        tensors = list(buffer.view(num_peers, numel))
+        tensors.insert(self.rank, own)
+
+        rows = []
+        for rank, tensor in enumerate(tensors):
+            arrival = None
+            if rank != self.rank:
+                arrival = self.receive(tensor, rank)
+            rows.append(_Row(tensor, arrival))
+        return rows
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _add_up(rows: Sequence[_Row], *, out: Tensor, sends_of_out: Sequence[dist.Work] = ()) -> None:
+    """Add tensors in order, as they are received, and write the sum to `out`.
+
+    Partial sums are kept in at least fp32, and rounded once.
+
+    Args:
+        rows: Tensors to add.
+        out: Tensor of the sum. It may be one of the rows, so it is written after all rows are added.
+        sends_of_out: Send operations that read `out`. They must be complete before it is written.
+    """
+    if len(rows) == 2:  # a single addition rounds once, in any dtype
+        first = rows[0].received()
+        second = rows[1].received()
+        _wait(sends_of_out)
+        torch.add(first, second, out=out)
+        return
+
+    sum_dtype = torch.promote_types(out.dtype, torch.float32)
+    total = scratch("total", out.numel(), sum_dtype)
+    first = rows[0].received()
+    total.copy_(first)
+    for row in rows[1:]:
+        addend = row.received()
+        total.add_(addend)
+    _wait(sends_of_out)
+    out.copy_(total)
 
 
 def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Tensor]:
@@ -154,62 +255,15 @@ def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Ten
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]
     """
-    step = -(-flat.numel() // (num_parts * alignment)) * alignment
-    return [flat[index * step : (index + 1) * step] for index in range(num_parts)]
-
-
-def _peers(rank: int, num_ranks: int) -> list[int]:
-    """Return all other ranks in cyclic order, beginning with the next rank.
-
-    In this order, ranks do not all send to the same rank first.
-    """
-    return [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
-
-
-def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
-    # The group's method takes the rank in the group, whereas `dist.isend(dst=...)` takes the global rank.
-    return group.send([tensor], rank, 0)
-
-
-def _receive(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
-    return group.recv([tensor], rank, 0)
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _add_up(
-    rows: Sequence[Tensor],
-    arrivals: Sequence[dist.Work | None],
-    *,
-    out: Tensor,
-    before_writing: Callable[[], None] = lambda: None,
-) -> None:
-    """Add tensors in order, as they are received, and write the sum to `out`.
-
-    Partial sums are kept in at least fp32, and rounded once. `out` may be one of the rows, so it is written
-    after all rows are added, and after `before_writing` is called.
-    """
-    if len(rows) == 2:  # a single addition rounds once, in any dtype
-        for work in arrivals:
-            if work is not None:
-                work.wait()
-        before_writing()
-        torch.add(rows[0], rows[1], out=out)
-        return
-
-    total = scratch("total", out.numel(), torch.promote_types(out.dtype, torch.float32))
-    for index, (row, work) in enumerate(zip(rows, arrivals, strict=True)):
-        if work is not None:
-            work.wait()
-        if index == 0:
-            total.copy_(row)
-        else:
-            total.add_(row)
-    before_writing()
-    out.copy_(total)
+    # Every part has the same number of units of alignment, rounded up.
+    num_units = -(-flat.numel() // alignment)
+    units_per_part = -(-num_units // num_parts)
+    part_numel = units_per_part * alignment
+    parts = []
+    for index in range(num_parts):
+        begin = index * part_numel
+        parts.append(flat[begin : begin + part_numel])
+    return parts
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -220,6 +274,9 @@ def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     """
     buffers: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
-    if name not in buffers or buffers[name].numel() < num_bytes:
-        buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
-    return buffers[name][:num_bytes].view(dtype)
+    buffer = buffers.get(name)
+    if buffer is None or buffer.numel() < num_bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffers[name] = buffer
+    used_bytes = buffer[:num_bytes]
+    return used_bytes.view(dtype)

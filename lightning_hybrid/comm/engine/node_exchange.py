@@ -13,6 +13,9 @@ Collective: every rank of the group must call them, in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,8 +24,14 @@ from lightning_hybrid.comm.engine.job import Job
 
 # torch 2.13 has new names for both functions, and warns at every call of the old names. torch 2.11 and 2.12 have only
 # the old names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., Any]
+reduce_scatter: Callable[..., Any]
+if hasattr(dist, "all_gather_single"):
+    all_gather = dist.all_gather_single
+    reduce_scatter = dist.reduce_scatter_single
+else:
+    all_gather = dist.all_gather_into_tensor
+    reduce_scatter = dist.reduce_scatter_tensor
 
 PART_ALIGNMENT = 128
 """Alignment of the shards of `flat`, in elements, as required by the backend and by `gloo_p2p`."""
@@ -40,16 +49,18 @@ def gather_(job: Job, group: dist.ProcessGroup) -> None:
 
 def gather_across_(job: Job, group: dist.ProcessGroup) -> None:
     """All-gather this rank's shard of the node over the ranks with the same local rank."""
-    shards = job.flat.chunk(len(job.topology.node))
-    _gather(shards[job.topology.local_rank], job, group)
+    topology = job.topology
+    shards = job.flat.chunk(len(topology.node))
+    own_shard = shards[topology.local_rank]
+    _gather(own_shard, job, group)
 
 
 def _gather(flat: Tensor, job: Job, group: dist.ProcessGroup) -> None:
     if not job.by_backend:
         gloo_p2p.gather_parts_(flat, group)
         return
-    parts = flat.chunk(dist.get_world_size(group))
-    all_gather(flat, parts[dist.get_rank(group)], group=group)
+    own_part = _part_of_this_rank(flat, group)
+    all_gather(flat, own_part, group=group)
 
 
 def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
@@ -57,11 +68,16 @@ def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
     Each rank then holds the sum of its own shard. Other shards are unchanged.
     """
-    parts = flat.chunk(dist.get_world_size(group))
-    part = parts[dist.get_rank(group)]
-    total = part.new_empty(part.numel())
+    own_part = _part_of_this_rank(flat, group)
+    total = own_part.new_empty(own_part.numel())
     reduce_scatter(total, flat, group=group)
-    part.copy_(total)
+    own_part.copy_(total)
+
+
+def _part_of_this_rank(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    parts = flat.chunk(num_ranks)
+    return parts[dist.get_rank(group)]
 
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:
@@ -74,11 +90,15 @@ def collect_(job: Job, group: dist.ProcessGroup) -> None:
     else:
         sharers = topology.sharers("world")
 
-    chunks = job.flat.chunk(num_ranks)
-    parts = [chunks[sharers.index(sharer)] for sharer in sorted(sharers)]
+    # The tensor holds the shards in the order of the sharers. The group numbers its ranks in ascending order.
+    shards = job.flat.chunk(num_ranks)
+    shard_by_sharer = dict(zip(sharers, shards, strict=True))
+    parts = [shard_by_sharer[sharer] for sharer in sorted(sharers)]
     if not job.by_backend:
         gloo_p2p.collect_parts_(parts, group)
-    elif rank == 0:
-        dist.gather(parts[0], parts, dst=sharers[0], group=group)
-    else:
-        dist.gather(parts[rank], None, dst=sharers[0], group=group)
+        return
+
+    gathered_parts = None
+    if rank == 0:
+        gathered_parts = parts
+    dist.gather(parts[rank], gathered_parts, dst=sharers[0], group=group)

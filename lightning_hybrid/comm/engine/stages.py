@@ -84,30 +84,48 @@ def _sum_across_(
     group: dist.ProcessGroup,
     all_reduce: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> None:
+    """Reduce a tensor, or this rank's shard of it, over a group with ranks on several nodes.
+
+    The codec or the dtype between nodes applies, if there is one.
+
+    Args:
+        flat: Tensor to reduce in place.
+        job: Job that the tensor belongs to.
+        group: Process group of the reduction.
+        all_reduce: All-reduce to use if the stages are our own messages.
+    """
     if job.blocks is not None:
-        nodes = job.topology.nodes
-        sender = dist.get_rank(group)
-        if dist.get_world_size(group) == len(nodes):
-            # The noise depends only on the node, so it is equal for all algorithms in which a node sends one message.
-            sender = nodes.index(job.topology.node)
         blocks = job.blocks.since(job.shard_begin)
+        sender = _noise_sender(job, group)
         sum_coded_(flat, blocks, group, sender=sender, by_backend=job.by_backend)
         return
 
     if job.by_backend:
         all_reduce = _ring  # NCCL chooses its own message pattern
-    # Each rank of the group owns a sub-shard of the shard.
-    if job.num_owners > len(job.topology.node):
+    is_sub_sharded = job.num_owners > len(job.topology.node)
+    if is_sub_sharded:
+        # Each rank of the group keeps only a sub-shard of the shard.
         all_reduce = gloo_p2p.scatter_reduce_
         if job.by_backend:
             all_reduce = node_exchange.scatter_across_
-    dtype = job.dtype_across
-    if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
+
+    wire_dtype = job.dtype_across
+    stays_in_node = job.topology.num_nodes == 1
+    if wire_dtype is None or wire_dtype.itemsize >= flat.dtype.itemsize or stays_in_node:
         all_reduce(flat, group)
         return
-    wire = flat.to(dtype)  # a copy, because the tensor keeps its dtype inside the node
+    wire = flat.to(wire_dtype)  # a copy, because the tensor keeps its dtype inside the node
     all_reduce(wire, group)
     flat.copy_(wire)
+
+
+def _noise_sender(job: Job, group: dist.ProcessGroup) -> int:
+    """Return the number that the rounding noise of this rank's messages depends on."""
+    nodes = job.topology.nodes
+    if dist.get_world_size(group) == len(nodes):
+        # The noise depends only on the node, so it is equal for all algorithms in which a node sends one message.
+        return nodes.index(job.topology.node)
+    return dist.get_rank(group)
 
 
 def _ring(flat: Tensor, group: dist.ProcessGroup) -> None:
@@ -115,7 +133,8 @@ def _ring(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_by_bytes(flat: Tensor, group: dist.ProcessGroup) -> None:
-    form = between_nodes_form(dist.get_world_size(group), flat.numel() * flat.element_size())
+    num_bytes = flat.numel() * flat.element_size()
+    form = between_nodes_form(dist.get_world_size(group), num_bytes)
     if form == "exchange":
         gloo_p2p.exchange_(flat, group)
     elif form == "scatter_gather":
@@ -135,7 +154,8 @@ def _reduce_to_leader(job: Job, group: dist.ProcessGroup) -> None:
 
 def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
-        dist.broadcast(job.flat, src=dist.get_global_rank(group, 0), group=group)
+        leader = dist.get_global_rank(group, 0)
+        dist.broadcast(job.flat, src=leader, group=group)
     else:
         gloo_p2p.broadcast_(job.flat, group)
 
@@ -145,22 +165,32 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
     On the CPU the shard is a view of `flat`, and on CUDA it is a new tensor.
     """
-    alignment = job.shard_alignment
-    if not job.by_backend:
-        gloo_p2p.scatter_reduce_(job.flat, group, alignment)
-        job.shard = gloo_p2p.part_of(job.flat, group, alignment)
-        job.shard_begin = int(job.shard.storage_offset() - job.flat.storage_offset())
+    if job.by_backend:
+        _scatter_reduce_by_backend(job, group)
         return
+    flat = job.flat
+    alignment = job.shard_alignment
+    gloo_p2p.scatter_reduce_(flat, group, alignment)
+    shard = gloo_p2p.part_of(flat, group, alignment)
+    job.shard = shard
+    job.shard_begin = int(shard.storage_offset() - flat.storage_offset())
+
+
+def _scatter_reduce_by_backend(job: Job, group: dist.ProcessGroup) -> None:
+    flat = job.flat
+    alignment = job.shard_alignment
     num_shards = dist.get_world_size(group)
-    numel_shard = -(-job.flat.numel() // (num_shards * alignment)) * alignment
+    units_per_shard = -(-flat.numel() // (num_shards * alignment))
+    numel_shard = units_per_shard * alignment
     job.shard_begin = dist.get_rank(group) * numel_shard
-    numel_missing = num_shards * numel_shard - job.flat.numel()
-    padded = job.flat
+
+    padded = flat
+    numel_missing = num_shards * numel_shard - flat.numel()
     if numel_missing > 0:
         # The backend requires shards of equal size. Only a bucket's last chunk is copied here, because the engine
         # splits buckets so that all other chunks have a suitable size.
-        padded = torch.nn.functional.pad(job.flat, (0, numel_missing))
-    job.shard = job.flat.new_empty(numel_shard)
+        padded = torch.nn.functional.pad(flat, (0, numel_missing))
+    job.shard = flat.new_empty(numel_shard)
     node_exchange.reduce_scatter(job.shard, padded, group=group)
 
 
@@ -179,20 +209,31 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
         raise RuntimeError(
             "The gather stage ran before the scatter stage. This is a bug in lightning_hybrid. Please report it."
         )
-    if job.num_owners:
-        if job.by_backend:
-            job.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].copy_(shard)
-        return
-    if not job.by_backend:
+    is_kept_by_owners = job.num_owners > 0
+    if job.by_backend and is_kept_by_owners:
+        _write_shard_back(job, shard, group)
+    elif job.by_backend:
+        _gather_shards_by_backend(job, shard, group)
+    elif not is_kept_by_owners:
         gloo_p2p.gather_parts_(job.flat, group, job.shard_alignment)
-        return
+
+
+def _write_shard_back(job: Job, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Copy this rank's shard into the tensor. On the CPU a shard is a view and needs no copy."""
+    num_shards = dist.get_world_size(group)
+    shards_in_tensor = job.flat.chunk(num_shards)
+    shards_in_tensor[dist.get_rank(group)].copy_(shard)
+
+
+def _gather_shards_by_backend(job: Job, shard: Tensor, group: dist.ProcessGroup) -> None:
+    numel = job.flat.numel()
     padded_numel = shard.numel() * dist.get_world_size(group)
-    if padded_numel == job.flat.numel():
+    if padded_numel == numel:
         node_exchange.all_gather(job.flat, shard, group=group)
         return
     padded = shard.new_empty(padded_numel)
     node_exchange.all_gather(padded, shard, group=group)
-    job.flat.copy_(padded[: job.flat.numel()])
+    job.flat.copy_(padded[:numel])
 
 
 STAGES: dict[Algorithm, tuple[Stage, ...]] = {

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ROW = 1 << 14
+_ROW = 1 << 14  # number of integers in a row
 # Number of rows whose products are computed at a time. On a CPU their 2 MiB stay in the cache. On a GPU they take
 # 16 MiB, because each launch costs time.
 _BLOCK_ROWS = 16
 _BLOCK_ROWS_ON_CUDA = 128
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
 class Fingerprint:
@@ -50,36 +50,45 @@ class Fingerprint:
         if their strides are equal. Shape and dtype are not hashed. A nan is hashed by its bits.
         """
         # Integers are summed, because floating-point sums are rounded and differences of opposite sign could cancel.
+        integers = _integers(tensor)
         level = 0
-        sums = self._sum_rows(_integers(tensor), self._weights_of(level, tensor.device))
+        sums = self._sum_rows(integers, level)
         while sums.numel() > 1:
             level += 1
-            sums = self._sum_rows(sums.view(torch.int32), self._weights_of(level, tensor.device))
+            halves_of_sums = sums.view(torch.int32)
+            sums = self._sum_rows(halves_of_sums, level)
         return sums[0]
 
     def combine(self, fingerprints: list[Tensor]) -> Tensor:
         """Combine a list of fingerprints into one fingerprint that depends on their order."""
-        moved = [fingerprint.to(self.device, non_blocking=True) for fingerprint in fingerprints]
+        moved = []
+        for fingerprint in fingerprints:
+            moved.append(fingerprint.to(self.device, non_blocking=True))
         return self.of(torch.stack(moved))
 
-    def _sum_rows(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each row of `_ROW` integers.
+    def _sum_rows(self, values: Tensor, level: int) -> Tensor:
+        """Return the weighted sum of each row of `_ROW` integers, with the weights of a level.
 
         The last row may be shorter.
         """
-        numel_in_rows = values.numel() // _ROW * _ROW
-        rows = values[:numel_in_rows].view(-1, _ROW)
-        remainder = values[numel_in_rows:]
+        device = values.device
+        weights = self._weights_of(level, device)
+        num_full_rows = values.numel() // _ROW
+        numel_in_full_rows = num_full_rows * _ROW
+        full_rows = values[:numel_in_full_rows].view(-1, _ROW)
+        last_row = values[numel_in_full_rows:]
         block_rows = _BLOCK_ROWS_ON_CUDA
-        if values.device.type == "cpu":
+        if device.type == "cpu":
             block_rows = _BLOCK_ROWS
 
         sums = []
-        if numel_in_rows > 0:  # torch 2.11 cannot trace the split of an empty tensor.
-            for block in rows.split(block_rows):
-                sums.append((block * weights).sum(1))
-        if remainder.numel() > 0 or not sums:
-            weighted = remainder * weights[: remainder.numel()]
+        if num_full_rows > 0:  # torch 2.11 cannot trace the split of an empty tensor.
+            for block in full_rows.split(block_rows):
+                sums_of_block = (block * weights).sum(1)
+                sums.append(sums_of_block)
+        if last_row.numel() > 0 or not sums:
+            first_weights = weights[: last_row.numel()]
+            weighted = last_row * first_weights
             sums.append(weighted.sum().view(1))
 
         if len(sums) == 1:
@@ -87,29 +96,41 @@ class Fingerprint:
         return torch.cat(sums)
 
     def _weights_of(self, level: int, device: torch.device) -> Tensor:
-        if (level, device) not in self._weights:
+        key = (level, device)
+        if key not in self._weights:
             # Fixed seeds give every process and machine the same weights.
             generator = np.random.default_rng([1202, 4961, level])
             random_integers = generator.integers(0, 2**64, _ROW, dtype=np.uint64)
-            odd = (random_integers | np.uint64(1)).view(np.int64)
-            self._weights[level, device] = torch.from_numpy(odd).to(device)
-        return self._weights[level, device]
+            odd_integers = random_integers | np.uint64(1)
+            # torch multiplies int64 modulo 2**64, which gives the same bits as for unsigned integers.
+            weights = torch.from_numpy(odd_integers.view(np.int64))
+            self._weights[key] = weights.to(device)
+        return self._weights[key]
 
 
 def _integers(tensor: Tensor) -> Tensor:
     """Reinterpret a tensor's bytes as a flat tensor of integers, of 32 bits if possible."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        flat = tensor.view(-1)
-    elif tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        # The dimensions are in another order, as in channels_last. Elements are read in memory order.
-        flat = tensor.as_strided((tensor.numel(),), (1,), 0)
-    else:
-        flat = tensor.contiguous().view(-1)
-
-    if flat.storage_offset() * flat.element_size() % 4 != 0:
+    flat = _in_memory_order(tensor.detach())
+    itemsize = flat.element_size()
+    first_byte = flat.storage_offset() * itemsize
+    if first_byte % 4 != 0:
         flat = flat.clone()  # a view as 32-bit integers cannot begin at this address
-    width = flat.element_size()
-    if flat.numel() * flat.element_size() % 4 == 0:
+
+    width = itemsize
+    num_bytes = flat.numel() * itemsize
+    if num_bytes % 4 == 0:
         width = 4
     return flat.view(_INTEGERS[width])
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as a 1-D tensor, in memory order if the tensor has no gaps."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+
+    numel = tensor.numel()
+    num_bytes = numel * tensor.element_size()
+    if tensor.untyped_storage().nbytes() == num_bytes:
+        # The dimensions are in another order, as in channels_last.
+        return tensor.as_strided((numel,), (1,), 0)
+    return tensor.contiguous().view(-1)
