@@ -152,11 +152,11 @@ def param_groups(
         if include_frozen or param.requires_grad:
             choices.append(ParamChoice(name=name, param=param, reason=reason))
     if not choices:
-        state = "it has no parameters"
+        state = "it has no parameters at all"
         if reasons:
-            state = f"all {len(reasons)} are frozen"
+            state = f"all {len(reasons)} parameters are frozen"
         raise ValueError(
-            f"`model` (={type(model).__name__}) must have trainable parameters, but {state}. Call "
+            f"`model` (={type(model).__name__}) has no trainable parameters, because {state}. Call "
             "`requires_grad_(True)` on the parameters to train, or pass `include_frozen=True`."
         )
 
@@ -192,8 +192,8 @@ def _exclusion_reasons(
     for name, param, ancestors in _walk_parameters(model):
         if is_lazy(param):
             raise ValueError(
-                f"`{name}` (={type(param).__name__}) must have a shape, but its lazy module is not initialized yet. "
-                "Run one batch through the model before `param_groups`."
+                f"`{name}` (={type(param).__name__}) has no shape yet, because its lazy module is not initialized. "
+                "Run one batch through the model before you call `param_groups`."
             )
         # A shared parameter appears several times. It keeps its first name, and each of its modules may exclude it.
         names.setdefault(param, name)
@@ -217,8 +217,8 @@ def _check_rules(rules: Collection[Rule]) -> None:
     for rule in rules:
         if rule not in get_args(Rule):
             raise ValueError(
-                f"`rules` (={rules!r}) must contain only {', '.join(map(repr, get_args(Rule)))}, but contains "
-                f"{rule!r}. Pass patterns, types and predicates as `exclude`."
+                f"`rules` (={rules!r}) contains {rule!r}, which is not a rule. The rules are "
+                f"{', '.join(map(repr, get_args(Rule)))}. Pass patterns, types and predicates as `exclude`."
             )
 
 

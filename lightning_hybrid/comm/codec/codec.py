@@ -188,12 +188,12 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
         except Exception as error:
             # The compiler, the linker, the driver or Triton itself may fail.
             problem = (
-                f"on CUDA needs kernels that triton builds, but the first build failed ({type(error).__name__}: "
+                f"needs Triton kernels on CUDA, but these could not be compiled ({type(error).__name__}: "
                 f"{error!s:.300})"
             )
             remedy = (
-                "Install triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU "
-                "that triton supports"
+                "Install Triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU "
+                "that Triton supports"
             )
             _warn_of_slow_passes(bits, problem, remedy)
     if device.type == "cpu":
@@ -203,7 +203,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
         try:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
-            problem = f"on a CPU needs a C++ compiler to be fast, but {error}"
+            problem = f"needs a C++ compiler to be fast on a CPU, but {error}"
             remedy = "Install one (`apt install g++`), or set the environment variable CXX to it"
             _warn_of_slow_passes(bits, problem, remedy)
     return TorchPasses(bits, signs)

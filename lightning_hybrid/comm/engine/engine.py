@@ -445,7 +445,7 @@ class CommEngine:
         """
         if not self._latch.error and not self._is_closed:
             self._latch.waited = place_of_error(error)
-            noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
+            noticed = f"rank {self.topology.rank} failed in a collective other than gradient averaging: {short(error)}"
             self._latch.trip(self._watchdog.collect_status(noticed), error)
         failure = self.failure
         if failure in str(error):
@@ -479,8 +479,9 @@ class CommEngine:
         self._watchdog.leave()
         if stuck:
             warnings.warn(
-                f"comm: rank {self.topology.rank} closed its engine while the all-reduce stages {stuck} were still "
-                "waiting for other ranks. Their process groups are not freed.",
+                f"comm: rank {self.topology.rank} closed its communication engine while the all-reduce stages "
+                f"{stuck} were still waiting for other ranks. The process groups of these stages stay open until this "
+                "process exits.",
                 stacklevel=2,
             )
         return stuck

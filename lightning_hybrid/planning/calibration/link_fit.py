@@ -136,14 +136,14 @@ def _check_times(times_s: MessageTimes) -> None:
     """Raise `ValueError` if a line cannot be fitted to the times."""
     if len(times_s) < 3 or min(times_s) < 0:
         raise ValueError(
-            f"`times_s` (of {sorted(times_s)} bytes) must contain at least three sizes, because any two sizes lie "
-            "exactly on a line. Increase the time limit with measure.limit_s=<seconds>."
+            f"`times_s` (of {sorted(times_s)} bytes) must contain at least three sizes, because a line always fits "
+            "two sizes exactly. Increase the time limit with measure.limit_s=<seconds>."
         )
     for samples_s in times_s.values():
         if not samples_s or not min(samples_s) > 0:
             raise ValueError(
-                "`times_s` must contain at least one time for each size, and all times must be positive, because times "
-                "are measured durations. Repeat the measurement."
+                "`times_s` must contain at least one time for each size, and all times must be positive. Repeat the "
+                "measurement."
             )
 
 

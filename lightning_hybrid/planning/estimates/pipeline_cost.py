@@ -167,7 +167,7 @@ def simulate_pipeline(
                 left -= 1
         if left == before:
             raise ValueError(
-                "`order` must not deadlock, but with this order all ranks wait for each other. Use an order that "
+                "`order` cannot be executed, because all ranks would wait for each other. Use an order that "
                 "`schedule_tasks` returns."
             )
     return tasks_by_rank

@@ -115,8 +115,8 @@ class Nccl:
         ):
             if not values or any(value not in allowed for value in values):
                 raise ValueError(
-                    f"`{name}` (={values}) must be among {', '.join(map(str, allowed))}, because it determines what "
-                    "NCCL supports on this hardware."
+                    f"`{name}` (={values}) must be one or more of {', '.join(map(str, allowed))}, because it "
+                    "determines what NCCL supports on this hardware."
                 )
         if self.generation not in tables.NVLS_SHARE and any(
             kind.startswith("nvls") for kind in self.available

@@ -125,7 +125,7 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
     lost = 1 - run.work_s / (run.run_s - failures.start_s)
     text = f"A failure every {days(between_s)} on average"
     if run.work_s < every_s or lost < NO_MATTER:
-        text += f": failures do not matter for {days(run.work_s)} of work; save when you like."
+        text += f", so failures hardly matter for {days(run.work_s)} of work. Save as often as you like."
     else:
         steps = max(1, round(every_s / step_s))
         text += (
