@@ -144,7 +144,7 @@ class CommPlan:
             "bucket_bytes",
             self.bucket_bytes,
             least=1,
-            cure="it is the maximum size of a bucket. Set 26214400, the default of DistributedDataParallel, for example",
+            cure="it is the maximum size of a bucket. Set 26214400, for example, which is the default of DDP",
         )
         _require_bytes(
             "last_bucket_bytes",
@@ -424,8 +424,8 @@ class CommPlan:
             )
         except RecursionError:
             raise ValueError(
-                f"The plan (={text[:80]!r}) is nested too deeply. A plan is a JSON object that contains only numbers and "
-                "strings. Create it with `CommPlan.to_json`."
+                f"The plan (={text[:80]!r}) is nested too deeply. A plan is a JSON object that contains only numbers "
+                "and strings. Create it with `CommPlan.to_json`."
             ) from None
         if not isinstance(values, dict):
             raise ValueError(

@@ -160,7 +160,7 @@ ANSWERS = {
         r"results of training, so they are off by default\. To use them, set strategy\.between_nodes\.dtype=int4\."
     ),
     "cluster=cloud_25gbe num_nodes=4 sync_across_nodes_every=8 search.bucket_bytes=[4194304]": (
-        r"\nEvery 8 steps nodes average master weights and momentum, which takes [\d.]+ ms\. In between, every node trains"
+        r"\nEvery 8 steps nodes average master weights and momentum, which takes [\d.]+ ms\. In between, every"
     ),
 }
 

@@ -299,8 +299,8 @@ def _describe_orders(ranks_by_record: list[tuple[str, list[int]]]) -> str:
     minority_record, minority = ranks_by_record[1]
     return (
         f"{name_ranks(minority)} submitted {minority_record} where {name_ranks(majority)} submitted "
-        f"{majority_record}, so the all-reduce would add gradients of different parameters. Run the same backward passes of the same model in the "
-        "same order on every rank"
+        f"{majority_record}, so the all-reduce would add gradients of different parameters. "
+        "Run the same backward passes of the same model in the same order on every rank"
     )
 
 

@@ -354,8 +354,8 @@ class CommTrace:
             self.write(path, rank=rank)
         except OSError as error:
             warnings.warn(
-                f"`report.trace_dir` (={folder}) contains no timeline of this rank, because {path} could not be written "
-                f"({error.strerror}). Set a folder to which every rank can write.",
+                f"`report.trace_dir` (={folder}) contains no timeline of this rank, because {path} could not be "
+                f"written ({error.strerror}). Set a folder to which every rank can write.",
                 stacklevel=2,
             )
 

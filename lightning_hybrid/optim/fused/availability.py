@@ -12,7 +12,7 @@ from lightning_hybrid.optim.fused.cpu import build
 FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 TRITON_CURE = (
-    "Install triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU that triton "
+    "Install Triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU that triton "
     "supports"
 )
 

@@ -68,8 +68,8 @@ class Cluster(ClusterCosts):
         if topology.ranks_per_node != self.ranks_per_node:
             raise ValueError(
                 f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) cannot be used for this job, "
-                f"whose nodes have {topology.ranks_per_node or 'unequal numbers of'} ranks. Run `lightning-hybrid tune` "
-                "to describe these nodes, or leave `comm.plan` out."
+                f"whose nodes have {topology.ranks_per_node or 'unequal numbers of'} ranks. Run `lightning-hybrid "
+                "tune` to describe these nodes, or leave `comm.plan` out."
             )
         if on_cuda and topology.num_nodes > 1 and not is_known(self.of(topology.num_nodes)):
             if getattr(topology, "rank", 0) == 0:

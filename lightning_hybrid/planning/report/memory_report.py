@@ -168,7 +168,7 @@ class MemoryReport:
             )
         else:
             sentences.append(
-                "Neither a combination of these nor a pipeline within a node fits. Use a smaller network or larger GPUs."
+                "Neither a combination of these nor a pipeline in a node fits. Use a smaller network or larger GPUs."
             )
         return " ".join(sentences)
 
