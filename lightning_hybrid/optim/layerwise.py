@@ -135,8 +135,8 @@ class LayerwiseOptimizer(Optimizer):
         require_number(
             "excluded_lr_mult",
             group["excluded_lr_mult"],
-            "it multiplies the learning rate of groups with trust_ratio=False. Set 1 for no change, or 0 to freeze these "
-            "groups",
+            "it multiplies the learning rate of groups with trust_ratio=False. Set 1 for no change, or 0 to freeze "
+            "these groups",
         )
         if group["trust_clip"] is not None:
             reason = "it is the maximum trust ratio. Set None for no maximum"

@@ -292,8 +292,8 @@ def _notes(found: Calibration) -> list[str]:
             longest = max(size for size, _ in fit.errors)
             notes.append(
                 f"the bandwidth {name} could not be determined and is treated as unlimited, because messages of up to "
-                f"{longest} bytes take no longer than the shortest ones. Measure longer messages with measure.max_bytes=<bytes> and "
-                "measure.limit_s=<seconds> before you use the description."
+                f"{longest} bytes take no longer than the shortest ones. Measure longer messages with "
+                "measure.max_bytes=<bytes> and measure.limit_s=<seconds> before you use the description."
             )
     if found.across is None:
         notes.append(
