@@ -233,7 +233,7 @@ class CommPlan:
         return min(most, -(-num_bytes // chunk_bytes))
 
     def num_columns(self, algorithm: Algorithm, topology: NodeShape) -> int:
-        """Return the number of sets of process groups that the chunks of an algorithm use in turn.
+        """Return the number of sets of process groups among which the chunks of an algorithm alternate.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> [CommPlan().num_columns("two_level", Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=k))

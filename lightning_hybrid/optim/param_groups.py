@@ -22,7 +22,7 @@ NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResp
 
 @dataclass(frozen=True, kw_only=True)
 class ParamChoice:
-    """Decision on whether a parameter is adapted by layer scaling or excluded from it.
+    """Decision on whether the steps of a parameter are scaled by a trust ratio (adapted) or not (excluded).
 
     Attributes:
         name: Full name of the parameter.
@@ -36,7 +36,7 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """List of two parameter groups, one adapted by layer scaling and one excluded from it.
+    """List of two parameter groups, one whose steps are scaled by trust ratios and one whose steps are not.
 
     Any optimizer accepts them.
 
@@ -90,7 +90,7 @@ def param_groups(
     include_frozen: bool = False,
     named: bool = False,
 ) -> ParamGroups:
-    """Split a model's parameters into a group with layer scaling and weight decay, and one without.
+    """Split a model's parameters into a group with trust ratios and weight decay, and a group without both.
 
         adapted     weight_decay = `weight_decay`    trust_ratio = True
         excluded    weight_decay = 0                 trust_ratio = False

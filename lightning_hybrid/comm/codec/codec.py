@@ -1,4 +1,4 @@
-"""Options of the int8 and int4 codecs, and the coder that encodes messages and sums them."""
+"""Options of the int8 and int4 codecs, and the coder that encodes tensors and sums encoded messages."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Coder:
             self._passes.add(row[None], elements)
 
     def _split_rows(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the first block index, the elements in `flat` and the message of each row.
+        """Yield one tuple (first block index, elements of `flat`, message) for each row.
 
         The last row may hold fewer elements.
         """

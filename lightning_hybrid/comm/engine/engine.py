@@ -332,7 +332,7 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        """Record the submission of a bucket, and decide how ranks check that they submit the same bucket.
+        """Record the submission of a bucket, and choose how ranks check that all of them submit the same bucket.
 
         Returns:
             The checksum of the order if this is a step's last bucket, otherwise None.
@@ -436,7 +436,7 @@ class CommEngine:
         )
 
     def explain(self, error: BaseException) -> str:
-        """Diagnose a failed collective of other code, and return a message that names the rank at fault.
+        """Diagnose a failed collective that the engine did not run, and return a message that names the rank at fault.
 
         The engine then fails on every rank.
 

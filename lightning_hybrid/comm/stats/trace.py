@@ -180,7 +180,7 @@ class CommTrace:
             return now_s
 
     def count(self, bucket: BucketPlan, traffic: Traffic, *, is_last: bool) -> None:
-        """Count a submitted bucket without measuring its times."""
+        """Count a submitted bucket, but measure no times."""
         with self._lock:
             self._count(bucket.num_bytes, traffic, is_last=is_last)
 

@@ -1,4 +1,4 @@
-"""Check of whether fused optimizer steps are available on a device type."""
+"""Availability check for fused optimizer steps on a device type."""
 
 from __future__ import annotations
 

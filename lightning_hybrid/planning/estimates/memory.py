@@ -285,7 +285,7 @@ class MemoryChoices:
         return sorted(needs, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
-        """Return the memory need for each change of a single setting, in the order in which to try them.
+        """Return the memory need for each change of a single setting, in the order in which to try the changes.
 
         They are sorted by additional time per byte saved. Among settings that take no additional time, the one that
         saves the most memory comes first.
@@ -305,7 +305,7 @@ class MemoryChoices:
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
-    """Return the memory need with the largest batch that fits, for each combination of other settings.
+    """Return the memory need at the largest batch size that fits, for each combination of the remaining settings.
 
     The needs of each combination must be in descending order of batch size. If none of them fits, the last one is
     returned.

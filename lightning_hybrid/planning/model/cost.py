@@ -59,7 +59,7 @@ class Link:
         require_number("latency_s", self.latency_s, why)
 
     def or_slower(self, other: Link | None) -> Link:
-        """Return a link with the higher latency and the lower bandwidth of this link and another one."""
+        """Return a link with the higher of two links' latencies and the lower of their bandwidths."""
         if other is None:
             return self
         latency_s = max(self.latency_s, other.latency_s)

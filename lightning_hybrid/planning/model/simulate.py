@@ -71,7 +71,7 @@ class Jitter:
         )
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
-        """Draw the compute time of the slowest rank in each step, relative to the mean.
+        """Sample the compute time of the slowest rank in each step, relative to the mean.
 
         >>> Jitter().slowest(4, 3).tolist()
         [1.0, 1.0, 1.0]

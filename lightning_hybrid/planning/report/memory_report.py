@@ -82,7 +82,7 @@ class MemoryReport:
     def of(
         cls, scenario: Scenario, network: nn.Module, settings: MemorySettings, *, step_s: float
     ) -> MemoryReport:
-        """Measure the activations of a step on the meta device, and calculate the rest of the memory.
+        """Measure the activations of a step on the meta device, and calculate the memory for training state.
 
         Other settings are measured only if the run does not fit without them, because torch imports its compiler for
         activation checkpointing.

@@ -284,7 +284,7 @@ class SimulationReport:
         return best, f" The best flat plan takes {_longer(flat_s, best.step_s)}."
 
     def printed(self) -> str:
-        """Return the summary, and the part of the scaling curve near the requested ranks, as text."""
+        """Return the summary and the scaling curve as text, without points far beyond the requested number of ranks."""
         asked = self.scenario.cluster.world_size
         near = [
             point
