@@ -19,16 +19,16 @@ from lightning_hybrid.placement import BLOCK, is_split
 
 HALF_PRECISIONS = ("16-true", "bf16-true")
 STATE_BYTES = {"sgd": 4, "lars": 4, "adamw": 8, "lamb": 8}
-"""Optimizer state per parameter: fp32 momentum, or two fp32 moments. SGD and LARS with momentum."""
+"""Bytes of optimizer state per parameter: fp32 momentum for SGD and LARS, two fp32 moments for AdamW and LAMB."""
 
 REST_BYTES = 0.1
-"""The engine's buffers per parameter: 0.06 to 0.11 in recipes/records/memory."""
+"""Bytes of the engine's buffers per parameter, which are 0.06 to 0.11 in recipes/records/memory."""
 
 USABLE_SHARE = 0.9
-"""Of a device's memory; our choice. The rest is for its context, workspaces of convolutions and fragments."""
+"""Fraction of a device's memory that training may use, leaving room for the context, workspaces and fragments."""
 
 HOST_LINK_BYTES_PER_S = 15.75e9
-"""Between a device and the host's memory, each way: PCI Express 3.0 with 16 lanes, the standard's rate."""
+"""Bandwidth between device and host memory in each direction, which is that of PCI Express 3.0 with 16 lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
         )
     return [
         f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
-        f"{days(run.run_s)} with start and failures (80 % of runs: {days(run.low_s)} to "
+        f"{days(run.run_s)} including start-up and failures (80 % of runs: {days(run.low_s)} to "
         f"{days(run.high_s)}{caveat}), {days(run.work_s)} without{costs}.",
         text,
     ]
