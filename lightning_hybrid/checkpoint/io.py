@@ -73,7 +73,7 @@ class DurableCheckpointIOMixin(_Base):
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        why = "it includes the checkpoint that is being written. Set max_in_memory=1"
+        why = "the checkpoint that is being written counts too. Set max_in_memory=1, for example"
         max_in_memory = plain_value(max_in_memory)
         timeout_s = plain_value(timeout_s)
         require_whole("max_in_memory", max_in_memory, why, unit="checkpoints")
@@ -82,7 +82,7 @@ class DurableCheckpointIOMixin(_Base):
             timeout_s,
             "it is the time to wait for the disk, in seconds. Set timeout_s=900, for example",
         )
-        why = "raise ends the run when a checkpoint is not written, warn lets it continue with the old one"
+        why = "'raise' ends the run if a checkpoint cannot be written, and 'warn' lets the run continue without it"
         require_choice("on_error", on_error, ("raise", "warn"), why)
         self.in_background = in_background
         self.timeout_s = timeout_s

@@ -134,9 +134,8 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
     state.num_buckets += 1
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         raise TypeError(
-            f"Bucket {bucket.index()} (layout {buffer.layout}, dtype {buffer.dtype}) must be dense and real, because "
-            "this strategy cannot average sparse or complex gradients. Set `sparse=False` in embeddings, or use "
-            "strategy='ddp'."
+            f"Bucket {bucket.index()} (layout {buffer.layout}, dtype {buffer.dtype}) contains sparse or complex "
+            "gradients, which this strategy cannot average. Set `sparse=False` in embeddings, or use strategy='ddp'."
         )
     if bucket.is_last():
         # Buckets arrive in order, so all gradients of this rank are ready.

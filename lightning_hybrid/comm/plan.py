@@ -138,47 +138,45 @@ class CommPlan:
             self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes"
         )
         make_whole(self, "chunk_bytes", "num_parallel_groups")
-        why = (
-            "it names the all-reduce. Set algorithm='auto' to choose it by bucket size and topology"
-        )
+        why = "it is the all-reduce algorithm. Set algorithm='auto' to choose it by bucket size and topology"
         require_choice("algorithm", self.algorithm, ("auto", *get_args(Algorithm)), why)
         _require_bytes(
             "bucket_bytes",
             self.bucket_bytes,
             least=1,
-            cure="it limits the size of a bucket. DistributedDataParallel's default is 26214400",
+            cure="it is the maximum size of a bucket. Set 26214400, for example, which is the default of DDP",
         )
         _require_bytes(
             "last_bucket_bytes",
             self.last_bucket_bytes,
             least=1,
-            cure="it limits the size of the last bucket. Set the value of `bucket_bytes` to treat it like the others",
+            cure="it is the maximum size of the last bucket. Set the value of `bucket_bytes` for no separate limit",
         )
         _require_bytes(
             "hierarchical_below_bytes",
             self.hierarchical_below_bytes,
             least=0,
-            cure="smaller buckets use `hierarchical`. Set 0 to never use it",
+            cure="smaller buckets use the algorithm `hierarchical`. Set 0 to disable this",
         )
         _require_bytes(
             "chunk_bytes",
             self.chunk_bytes,
             least=1,
-            cure="it is the size of a chunk. Set a value above `bucket_bytes` to use one chunk",
+            cure="it is the size of a chunk. Set a value above `bucket_bytes` to send each bucket as one chunk",
         )
         if self.num_buckets is not None:
             why = (
-                "it is the target number of buckets. Set 1 to fill buckets up to `bucket_bytes`, or None to choose by "
-                "the number of nodes"
+                "it is the target number of buckets. Set 1 to fill buckets up to `bucket_bytes`, or None to choose "
+                "the number based on the number of nodes"
             )
             require_whole("num_buckets", self.num_buckets, why)
-        why = "it enables or disables the comparison of the order of buckets"
+        why = "it says whether ranks check that they submit buckets in the same order. Set True to keep the check"
         require_choice("check_order", self.check_order, (True, False), why)
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
                 f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16, because "
-                "each group needs a thread and a process group per stage on every rank. Set 4 or less, because "
-                "larger values have not been faster."
+                "each group needs a thread and a process group per stage on every rank. Set 4 or less, "
+                "because larger values were not faster in measurements."
             )
 
     def bucket(
@@ -235,7 +233,7 @@ class CommPlan:
         return min(most, -(-num_bytes // chunk_bytes))
 
     def num_columns(self, algorithm: Algorithm, topology: NodeShape) -> int:
-        """Return the number of sets of process groups that the chunks of an algorithm use in turn.
+        """Return the number of sets of process groups among which the chunks of an algorithm alternate.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> [CommPlan().num_columns("two_level", Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=k))
@@ -426,19 +424,19 @@ class CommPlan:
             )
         except RecursionError:
             raise ValueError(
-                f"A plan (={text[:80]!r}) must be a JSON object of numbers and strings, but this plan is nested "
-                "too deeply. Create the plan with `CommPlan.to_json`."
+                f"The plan (={text[:80]!r}) is nested too deeply. A plan is a JSON object that contains only numbers "
+                "and strings. Create it with `CommPlan.to_json`."
             ) from None
         if not isinstance(values, dict):
             raise ValueError(
-                f"A plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan. Create "
-                "the plan with `CommPlan.to_json`."
+                f"The plan (={text[:80]!r}) must be a JSON object whose keys are arguments of CommPlan. Create it with "
+                "`CommPlan.to_json`."
             )
         field_names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(field_names))
         if unknown:
             raise ValueError(
-                f"`{unknown[0]}` (={values[unknown[0]]!r}) is not a key of a plan. Use only these keys: {field_names}."
+                f"`{unknown[0]}` (={values[unknown[0]]!r}) is not an option of a plan. The options are {field_names}."
             )
         return cls(**values)
 
@@ -449,7 +447,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in values:
             raise ValueError(
-                f"`{name}` must occur only once in a plan, but it occurs more than once. Remove the duplicates."
+                f"`{name}` is given more than once in the plan. Remove the duplicates."
             )
         values[name] = value
     return values
@@ -457,16 +455,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(
-        f"{name} must not occur in a plan, because it is not valid JSON. Replace it with a number."
+        f"The plan contains {name}, which is not valid JSON. Replace it with a number."
     )
 
 
 def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
     require_whole(name, value, cure, least=least, unit="bytes")
     if value > MAX_BYTES:
-        raise ValueError(
-            f"`{name}` (={value}) must be at most {MAX_BYTES} bytes (1 PiB), because no memory is larger: {cure}."
-        )
+        raise ValueError(f"`{name}` (={value}) must be at most {MAX_BYTES} bytes (1 PiB): {cure}.")
 
 
 def _count(number: int, noun: str) -> str:

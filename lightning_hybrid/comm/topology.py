@@ -48,7 +48,7 @@ class Topology:
         ranks = [rank for node in self.nodes for rank in node]
         if not ranks or not all(self.nodes) or sorted(ranks) != list(range(len(ranks))):
             raise ValueError(
-                f"`nodes` (={self.nodes}) must contain every rank from 0 to world_size - 1 exactly once, but no empty "
+                f"`nodes` (={self.nodes}) must contain every rank from 0 to world_size - 1 exactly once, and no empty "
                 "node. Use `Topology.discover`, or list all ranks."
             )
         sorted_nodes = sorted(tuple(sorted(node)) for node in self.nodes)
@@ -110,8 +110,8 @@ class Topology:
             return (tuple(node[0] for node in self.nodes),)
         if self.ranks_per_node is None:
             raise ValueError(
-                f"`nodes` (={self.nodes}) must have the same number of ranks on every node, because groups contain "
-                "the ranks with equal local rank. Launch the same number of ranks on every node, or use another "
+                f"`nodes` (={self.nodes}) must have the same number of ranks on every node, because the ranks "
+                "with equal local rank form a group. Launch the same number of ranks on every node, or use another "
                 "scope."
             )
         # Ranks are in ascending order, because torch numbers the ranks of a group in this order.
@@ -282,7 +282,7 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
     Raises:
         ValueError: `ranks_per_node` is not a positive whole number, or does not divide `world_size`.
     """
-    why = "it counts the ranks that share a node. Leave `ranks_per_node` unset to detect nodes"
+    why = "it is the number of ranks on each node. Leave `ranks_per_node` unset to detect the nodes"
     require_whole("ranks_per_node", ranks_per_node, why)
     num_left = world_size % ranks_per_node
     if num_left > 0:

@@ -1,4 +1,4 @@
-"""Layer-wise optimizers for large batches, with their parameter groups and learning-rate schedule."""
+"""Layer-wise optimizers for large batches, with helpers for parameter groups and a learning-rate schedule."""
 
 from lightning_hybrid.optim.lamb import LAMB
 from lightning_hybrid.optim.lars import LARS

@@ -44,7 +44,7 @@ class _MeshGroup:
 
 @dataclass(frozen=True)
 class _ColumnSums:
-    """Columns of a table that are all-reduced over one process group.
+    """Table columns that are all-reduced over the same process group.
 
     Attributes:
         group: Process group.
@@ -114,7 +114,7 @@ def check_placements(group: dict[str, Any]) -> None:
 
 
 class ShardSums:
-    """Reducer that combines values across ranks, which each rank has computed from its DTensor shards.
+    """Reducer that combines values that each rank has computed from its own DTensor shards.
 
     Args:
         params: Parameter of each local tensor, as in `local_shards`.
@@ -190,7 +190,7 @@ class ShardSums:
         return value
 
     def _column_sums(self, locals_: Sequence[Tensor], device: torch.device) -> list[_ColumnSums]:
-        """Return the all-reduces of a table on `device` that has one column for each local tensor."""
+        """Return the all-reduces needed for a table on `device` that has one column for each local tensor."""
         ids = tuple(map(id, locals_))
         key = (ids, device)
         if key not in self._sums_of_lists:

@@ -134,7 +134,7 @@ def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, 
 
 
 def is_together(group: dict[str, Any], param: Tensor) -> bool:
-    """Return whether a step updates a parameter together with others by multi-tensor operations."""
+    """Return whether a step updates a parameter together with other parameters in multi-tensor operations."""
     # On the CPU one tensor at a time is faster, because its temporaries stay in the cache. On an
     # accelerator fewer launches are faster.
     if group["foreach"] is None:

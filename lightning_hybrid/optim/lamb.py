@@ -137,12 +137,12 @@ class LAMB(LayerwiseOptimizer):
             "bias_correction",
             group["bias_correction"],
             (True, False),
-            "it enables the bias correction of the moments",
+            "it says whether the bias of the moments is corrected",
         )
         require_bounds(group["weight_norm_bounds"])
         bound = group["max_grad_norm"]
         if bound is not None:
-            reason = "it bounds the norm of all gradients. Set None for no bound"
+            reason = "it is the maximum norm of all gradients. Set None to disable clipping"
             require_number("max_grad_norm", bound, reason, above=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

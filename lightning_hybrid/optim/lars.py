@@ -194,13 +194,19 @@ class LARS(OrthogonalStep):
         require_number(
             "trust_coefficient",
             group["trust_coefficient"],
-            "it is |step| / |w| at lr = 1. Use 0.001, or set trust_ratio=False to exclude a group",
+            "it is the ratio |step| / |w| at lr = 1. Use 0.001, or set trust_ratio=False to exclude a group",
             above=True,
         )
-        require_number("eps", group["eps"], "it is added to a norm. Set 0 for the paper's rule")
+        require_number(
+            "eps",
+            group["eps"],
+            "it is added to the denominator of the trust ratio. Set 0 for the rule of the paper",
+        )
         require_choice("nesterov", group["nesterov"], (True, False), "it enables Nesterov momentum")
         for name, choices in _CHOICES.items():
-            require_choice(name, group[name], choices, "see the docstring of LARS")
+            require_choice(
+                name, group[name], choices, "the docstring of LARS describes these choices"
+            )
         self._check_combinations(group)
 
     def _check_combinations(self, group: dict[str, Any]) -> None:
@@ -210,10 +216,10 @@ class LARS(OrthogonalStep):
             reason = ""
             if group["fused"]:
                 conflict = "fused"
-                reason = "there are no kernels for this direction"
+                reason = "orthogonalization has no fused kernels"
             elif group["trust_clip"] is not None:
                 conflict = "trust_clip"
-                reason = "the step has no ratio to clip, because its size is lr * trust_coefficient * |w|"
+                reason = "a step of size lr * trust_coefficient * |w| has no ratio to clip"
             if conflict:
                 raise ValueError(
                     f'`{conflict}` (={group[conflict]!r}) and `direction` (="orthogonal") cannot be combined, because '

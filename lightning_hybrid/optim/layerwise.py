@@ -46,8 +46,8 @@ similarity of 0.96 to `trust_ratio`, and `layer_decay` has 0.61 to `weight_decay
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _REASONS_OF_FLAGS = {
-    "capturable": "with True, a step does not read values on the host, so a CUDA graph can capture it",
-    "trust_ratio": "False excludes the group from layer scaling",
+    "capturable": "with True, a step reads no values on the host, so that a CUDA graph can capture the step",
+    "trust_ratio": "False updates the parameters of the group without a trust ratio",
     "maximize": "True maximizes the objective",
 }
 _REASONS_OF_OPTIONAL_FLAGS = {
@@ -135,10 +135,11 @@ class LayerwiseOptimizer(Optimizer):
         require_number(
             "excluded_lr_mult",
             group["excluded_lr_mult"],
-            "it scales the learning rate of groups with trust_ratio=False. Set 1 to keep it, or 0 to freeze them",
+            "it multiplies the learning rate of groups with trust_ratio=False. Set 1 for no change, or 0 to freeze "
+            "these groups",
         )
         if group["trust_clip"] is not None:
-            reason = "it bounds the trust ratio. Set None for no bound"
+            reason = "it is the maximum trust ratio. Set None for no maximum"
             require_number("trust_clip", group["trust_clip"], reason, above=True)
         self._check_switches(group)
 
@@ -149,7 +150,7 @@ class LayerwiseOptimizer(Optimizer):
             group.get("differentiable", False),
             (False,),
             "the step writes in place and records no gradient. To differentiate through a step, use torch.optim.SGD "
-            "or AdamW, which have the rule of groups with trust_ratio=False",
+            "or AdamW, which use the same update rule as groups with trust_ratio=False",
         )
         for name, reason in _REASONS_OF_FLAGS.items():
             require_choice(name, group[name], (True, False), reason)

@@ -1,4 +1,4 @@
-"""LARS steps along orthogonalised momentum, which ranks can compute together by Newton-Schulz iterations."""
+"""LARS steps along momentum orthogonalized by Newton-Schulz iterations, which ranks can share among themselves."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class OrthogonalStep(LayerwiseOptimizer):
             self._orthogonal.update(zip(params, directions, strict=True))
 
     def _matrices_to_orthogonalize(self) -> dict[Any, list[_Matrix]]:
-        """Return the matrices of all groups with `direction="orthogonal"`, by device, dtype and `together`."""
+        """Return all matrices to orthogonalize, grouped by device, dtype and whether they are updated together."""
         matrices: dict[Any, list[_Matrix]] = {}
         for group in self.param_groups:
             if group["direction"] != "orthogonal":
@@ -91,7 +91,7 @@ class OrthogonalStep(LayerwiseOptimizer):
         return matrices
 
     def _moment_of(self, matrices: list[_Matrix], index: int) -> Tensor:
-        """Return the tensor to orthogonalise for one parameter."""
+        """Return the tensor that is orthogonalized for one parameter, such as its new momentum."""
         matrix = matrices[index]
         moments, _ = self._moments(matrix.group, [matrix.param], [matrix.grad])
         return moments[0]

@@ -22,7 +22,7 @@ NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResp
 
 @dataclass(frozen=True, kw_only=True)
 class ParamChoice:
-    """Decision on whether a parameter is adapted by layer scaling or excluded from it.
+    """Decision on whether the steps of a parameter are scaled by a trust ratio (adapted) or not (excluded).
 
     Attributes:
         name: Full name of the parameter.
@@ -36,7 +36,7 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """List of two parameter groups, one adapted by layer scaling and one excluded from it.
+    """List of two parameter groups, one whose steps are scaled by trust ratios and one whose steps are not.
 
     Any optimizer accepts them.
 
@@ -90,7 +90,7 @@ def param_groups(
     include_frozen: bool = False,
     named: bool = False,
 ) -> ParamGroups:
-    """Split a model's parameters into a group with layer scaling and weight decay, and one without.
+    """Split a model's parameters into a group with trust ratios and weight decay, and a group without both.
 
         adapted     weight_decay = `weight_decay`    trust_ratio = True
         excluded    weight_decay = 0                 trust_ratio = False
@@ -152,11 +152,11 @@ def param_groups(
         if include_frozen or param.requires_grad:
             choices.append(ParamChoice(name=name, param=param, reason=reason))
     if not choices:
-        state = "it has no parameters"
+        state = "it has no parameters at all"
         if reasons:
-            state = f"all {len(reasons)} are frozen"
+            state = f"all {len(reasons)} parameters are frozen"
         raise ValueError(
-            f"`model` (={type(model).__name__}) must have trainable parameters, but {state}. Call "
+            f"`model` (={type(model).__name__}) has no trainable parameters, because {state}. Call "
             "`requires_grad_(True)` on the parameters to train, or pass `include_frozen=True`."
         )
 
@@ -192,8 +192,8 @@ def _exclusion_reasons(
     for name, param, ancestors in _walk_parameters(model):
         if is_lazy(param):
             raise ValueError(
-                f"`{name}` (={type(param).__name__}) must have a shape, but its lazy module is not initialized yet. "
-                "Run one batch through the model before `param_groups`."
+                f"`{name}` (={type(param).__name__}) has no shape yet, because its lazy module is not initialized. "
+                "Run one batch through the model before you call `param_groups`."
             )
         # A shared parameter appears several times. It keeps its first name, and each of its modules may exclude it.
         names.setdefault(param, name)
@@ -217,8 +217,8 @@ def _check_rules(rules: Collection[Rule]) -> None:
     for rule in rules:
         if rule not in get_args(Rule):
             raise ValueError(
-                f"`rules` (={rules!r}) must contain only {', '.join(map(repr, get_args(Rule)))}, but contains "
-                f"{rule!r}. Pass patterns, types and predicates as `exclude`."
+                f"`rules` (={rules!r}) contains {rule!r}, which is not a rule. The rules are "
+                f"{', '.join(map(repr, get_args(Rule)))}. Pass patterns, types and predicates as `exclude`."
             )
 
 

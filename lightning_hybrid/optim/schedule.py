@@ -1,4 +1,4 @@
-"""Learning-rate schedule with warm-up and polynomial decay, and suggested peak learning rates."""
+"""Learning-rate schedule with warm-up and polynomial decay, and suggestions for peak learning rates."""
 
 import math
 from typing import Any, Literal, get_args

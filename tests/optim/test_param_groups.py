@@ -167,10 +167,10 @@ def test_the_report_counts_every_parameter_once_under_its_reason():
         (
             nn.ReLU,
             {},
-            r"`model` \(=ReLU\) must have trainable parameters, but it has no parameters",
+            r"`model` \(=ReLU\) has no trainable parameters, because it has no parameters at all",
         ),
         (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "all 2 are frozen"),
-        (lambda: nn.LazyLinear(2), {}, r"`weight` \(=UninitializedParameter\) must have a shape"),
+        (lambda: nn.LazyLinear(2), {}, r"`weight` \(=UninitializedParameter\) has no shape yet"),
         (lambda: nn.Linear(2, 2), {"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\) must be"),
         (
             lambda: nn.Linear(2, 2),
@@ -181,7 +181,7 @@ def test_the_report_counts_every_parameter_once_under_its_reason():
         (
             lambda: nn.Linear(2, 2),
             {"rules": ("norm",)},
-            r"`rules` \(=\('norm',\)\) must contain only",
+            r"`rules` \(=\('norm',\)\) contains 'norm', which is not a rule",
         ),
     ],
 )

@@ -73,7 +73,10 @@ def planned(folder: Path, said: str) -> None:
     }
     assert content["memory"]["needs"][0]["settings"] == []
     assert content["pipelines"][0]["step_s"] > numbers["step_alone_s"]
-    assert f"(ImageNet) on 16 GPUs (2 x 8): {paid * 60:.3g} min with start and failures" in said
+    assert (
+        f"(ImageNet) on 16 GPUs (2 x 8): {paid * 60:.3g} min including start-up and failures"
+        in said
+    )
     assert f"{hours * 60:.3g} min without" in said
     assert "| step_s_quantile_0.9 |" in (folder / "run/table.md").read_text()
 

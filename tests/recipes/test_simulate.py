@@ -95,7 +95,7 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
         "90 epochs",
         "A failure every",
         "The run is compute-bound: ",
-        "The prediction favours flat",
+        "The prediction favors flat",
         "Fewer bits",
         "A GPU needs",
         "Data parallelism pays",
@@ -143,7 +143,7 @@ TWO_NODES = (
 )
 ANSWERS = {
     TWO_NODES: (
-        r"\nThe prediction favours two_level, .* \(saves [\d.]+%\), but its error is unknown on this cluster\. The "
+        r"\nThe prediction favors two_level, .* \(saves [\d.]+%\), but its error is unknown on this cluster\. The "
         r"best flat plan takes [\d.]+% longer\. Keep the default, or measure with `lightning-hybrid tune`\.\n"
     ),
     f"{TWO_NODES} cluster.links.transport.generation=ampere cluster.links.transport.fabric=roce plan.num_buckets=1 "
@@ -157,10 +157,10 @@ ANSWERS = {
     ),
     "cluster=netlab num_nodes=4 images_per_s=100 itemsize=4 search.bucket_bytes=[4194304]": (
         r"would pay: a step takes .* with float16, .* with int4; rounding takes [\d.]+ ms\. They change the "
-        r"numbers, so they are never on by themselves: strategy\.between_nodes\.dtype=int4\."
+        r"results of training, so they are off by default\. To use them, set strategy\.between_nodes\.dtype=int4\."
     ),
     "cluster=cloud_25gbe num_nodes=4 sync_across_nodes_every=8 search.bucket_bytes=[4194304]": (
-        r"\nEvery 8 steps nodes average master weights and momentum, which takes [\d.]+ ms\. In between each node takes"
+        r"\nEvery 8 steps nodes average master weights and momentum, which takes [\d.]+ ms\. In between, every"
     ),
 }
 

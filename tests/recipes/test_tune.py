@@ -125,7 +125,7 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tuned, tmp_path):
     assert samples == tuned.samples
     assert world == tuned.world
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) must be a summary.json"):
+    with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) is not a summary.json"):
         read_measurements(str(tmp_path / "other.json"))
 
 

@@ -70,7 +70,9 @@ def test_any_object_with_plan_for_may_take_the_place_of_a_plan(two_ranks):
 
 
 def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
-    message = "`plan` (=a cluster with 4 ranks per node) must describe nodes like those of this job, but these have 1"
+    message = (
+        "`plan` (=a cluster with 4 ranks per node) cannot be used for this job, whose nodes have 1"
+    )
     for seen in fit(two_ranks, comm=Comm(plan=cluster(4)), ranks_per_node=1, raises=True, **SCENE):
         assert message in seen.error
         assert not seen.looks["on_train_start"]

@@ -1,1 +1,1 @@
-"""Adasum of gradients between nodes, with its DDP communication hook."""
+"""Adasum reduction of gradients between nodes, and the DDP communication hook that applies it."""

@@ -28,7 +28,7 @@ from lightning_hybrid.comm.hook import (
 
 
 def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Start to combine a gradient bucket over all ranks by Adasum, and return a future of the bucket.
+    """Start combining a gradient bucket over all ranks with Adasum, and return a future of the bucket.
 
         bucket = Adasum over nodes (mean over the ranks of a node (bucket)), for each parameter separately
 

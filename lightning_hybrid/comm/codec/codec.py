@@ -1,4 +1,4 @@
-"""Options of the int8 and int4 codecs, and the coder that encodes messages and sums them."""
+"""Options of the int8 and int4 codecs, and the coder that encodes tensors and sums encoded messages."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Coder:
             self._passes.add(row[None], elements)
 
     def _split_rows(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the first block index, the elements in `flat` and the message of each row.
+        """Yield one tuple (first block index, elements of `flat`, message) for each row.
 
         The last row may hold fewer elements.
         """
@@ -188,12 +188,12 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
         except Exception as error:
             # The compiler, the linker, the driver or Triton itself may fail.
             problem = (
-                f"on CUDA needs kernels that triton builds, but the first build failed ({type(error).__name__}: "
+                f"needs Triton kernels on CUDA, but these could not be compiled ({type(error).__name__}: "
                 f"{error!s:.300})"
             )
             remedy = (
-                "Install triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU "
-                "that triton supports"
+                "Install Triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU "
+                "that Triton supports"
             )
             _warn_of_slow_passes(bits, problem, remedy)
     if device.type == "cpu":
@@ -203,7 +203,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
         try:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
-            problem = f"on a CPU needs a C++ compiler to be fast, but {error}"
+            problem = f"needs a C++ compiler to be fast on a CPU, but {error}"
             remedy = "Install one (`apt install g++`), or set the environment variable CXX to it"
             _warn_of_slow_passes(bits, problem, remedy)
     return TorchPasses(bits, signs)

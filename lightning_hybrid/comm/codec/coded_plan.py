@@ -34,8 +34,8 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
         reason = "requires the same number of ranks on every node"
     raise ValueError(
         f"`algorithm` (={plan.algorithm!r}) {reason}, so it cannot be combined with `between_nodes.dtype` "
-        f"(='int{bits}'), which quantises the per-node sums. Without per-node sums, every rank's gradient would be "
-        "quantised, and a node would send one message per rank. Leave `comm.algorithm` and `comm.plan` out, or set "
+        f"(='int{bits}'), which quantizes the per-node sums. Without per-node sums, every rank's gradient would be "
+        "quantized, and a node would send one message per rank. Leave `comm.algorithm` and `comm.plan` out, or set "
         "comm=Comm(algorithm='hierarchical')."
     )
 

@@ -53,7 +53,7 @@ class Blocks:
         return cls(coder=coder, ids=ids, step=coder.step, turn=coder.turn, feedback=feedback)
 
     def since(self, begin: int) -> Blocks:
-        """Return the blocks from element `begin` on, which must be a multiple of 256."""
+        """Return the blocks from element `begin` onwards, where `begin` must be a multiple of 256."""
         if begin == 0:
             return self
         return replace(self, ids=self.ids[begin // BLOCK :])

@@ -105,7 +105,7 @@ class Residual:
             new_residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decided(self) -> Tensor:
-        """Return the residual, discarding the update of the last step if the optimizer skipped it.
+        """Return the residual, discarding the last step's update if the optimizer skipped that step.
 
         A step whose outcome is not known yet counts as skipped.
         """
@@ -138,7 +138,7 @@ class Residual:
         return values
 
     def unscaled(self) -> Tensor:
-        """Return the residual in units of unscaled gradients, without loss scale and divisor."""
+        """Return the residual in units of unscaled gradients, with the loss scale and the divisor removed."""
         # Both are powers of two, so the result is exact.
         values = self.decided()
         loss_scale = self._step.loss_scale
@@ -147,7 +147,7 @@ class Residual:
         return values * (self._options.divisor / loss_scale)
 
     def take(self, rows: Tensor, step: FeedbackStep) -> Tensor:
-        """Remove blocks from this residual, and return their values at the loss scale of `step`.
+        """Remove blocks from this residual, and return the values of these blocks at the loss scale of `step`.
 
         Args:
             rows: Positions of the blocks in this residual, int64.

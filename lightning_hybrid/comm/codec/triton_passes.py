@@ -127,7 +127,7 @@ class TritonPasses:
         return row_bytes // self._block_bytes
 
     def _signs_or(self, unused: Tensor) -> Tensor:
-        """Return the signs of the rotation, or `unused` as a placeholder if blocks are not rotated."""
+        """Return the signs of the rotation, or the placeholder `unused` if blocks are not rotated."""
         if self._signs is None:
             return unused
         return self._signs

@@ -91,7 +91,7 @@ class CudaCarrier:
             raise RuntimeError(
                 "Gradient buckets cannot be all-reduced inside a CUDA graph capture, because the host must check "
                 "their order and report failures in every step. Capture forward and backward under "
-                "DistributedDataParallel's `no_sync()`, or remove the capture."
+                "DistributedDataParallel's `no_sync()`, or train without CUDA graphs."
             )
         alignment = SHARD_ALIGNMENT
         if bucket.is_coded:

@@ -71,7 +71,7 @@ class BucketEvents:
         self._is_done_recorded = True
 
     def is_through(self) -> bool:
-        """Return whether the device has finished the bucket."""
+        """Return whether the device has finished all work of the bucket."""
         # CUDA reports events that were never recorded as completed.
         return self._is_done_recorded and self.done.query()
 
@@ -88,7 +88,7 @@ class BucketEvents:
         return finish_and_record
 
     def note_places(self) -> None:
-        """Update the description of every chunk's current stage, which error messages contain.
+        """Update the description of every chunk's current stage, for use in error messages.
 
         The descriptions are worded as in stage_threads.py.
         """

@@ -332,7 +332,7 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        """Record the submission of a bucket, and decide how ranks check that they submit the same bucket.
+        """Record the submission of a bucket, and choose how ranks check that all of them submit the same bucket.
 
         Returns:
             The checksum of the order if this is a step's last bucket, otherwise None.
@@ -436,7 +436,7 @@ class CommEngine:
         )
 
     def explain(self, error: BaseException) -> str:
-        """Diagnose a failed collective of other code, and return a message that names the rank at fault.
+        """Diagnose a failed collective that the engine did not run, and return a message that names the rank at fault.
 
         The engine then fails on every rank.
 
@@ -445,7 +445,7 @@ class CommEngine:
         """
         if not self._latch.error and not self._is_closed:
             self._latch.waited = place_of_error(error)
-            noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
+            noticed = f"rank {self.topology.rank} failed in a collective other than gradient averaging: {short(error)}"
             self._latch.trip(self._watchdog.collect_status(noticed), error)
         failure = self.failure
         if failure in str(error):
@@ -479,8 +479,9 @@ class CommEngine:
         self._watchdog.leave()
         if stuck:
             warnings.warn(
-                f"comm: rank {self.topology.rank} closed its engine while the all-reduce stages {stuck} were still "
-                "waiting for other ranks. Their process groups are not freed.",
+                f"comm: rank {self.topology.rank} closed its communication engine while the all-reduce stages "
+                f"{stuck} were still waiting for other ranks. The process groups of these stages stay open until this "
+                "process exits.",
                 stacklevel=2,
             )
         return stuck

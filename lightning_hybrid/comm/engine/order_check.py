@@ -44,7 +44,7 @@ MOST_SIZES_IN_POOL = 4
 
 
 class RollingHash:
-    """64-bit rolling hash that depends on a sequence of strings and their order.
+    """64-bit rolling hash of a sequence of strings, which also depends on the order of the strings.
 
     >>> first, second = RollingHash(), RollingHash()
     >>> for record in ("a", "b"): first.add(record)
@@ -87,7 +87,7 @@ class BucketOrder:
         self._compared: set[int] = set()
 
     def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
-        """Record a submitted bucket, and return its record if ranks must compare it, else None.
+        """Record a submitted bucket, and return the record if ranks must compare the bucket, or None otherwise.
 
         Ranks must compare a bucket if no earlier step began with the same buckets.
 
@@ -123,7 +123,7 @@ class BucketOrder:
 
     @property
     def is_step_to_compare(self) -> bool:
-        """True if ranks must compare the latest step via the store.
+        """True if ranks must compare the buckets of the latest step through the store.
 
         >>> order = BucketOrder()
         >>> steps = []

@@ -50,7 +50,7 @@ class CommGroups:
             self._built[all_ranks] = dist.distributed_c10d._get_default_group()
 
     def add(self, scopes: Mapping[str, Scope]) -> None:
-        """Create process groups for those of the named stages that do not have groups yet.
+        """Create process groups for each named stage that does not have any yet.
 
         Collective: every rank must call it with the same stages, in the same order.
         """

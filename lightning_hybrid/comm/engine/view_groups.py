@@ -251,7 +251,7 @@ class ViewGroups(CommGroups):
             _in_thread(torch.cuda.synchronize, self._device, is_over=self._is_late)
             if self._stuck:
                 raise RuntimeError(
-                    f"comm: process groups {self._stuck} of the previous group of hosts did not terminate on "
+                    f"comm: process groups {self._stuck} of the previous set of hosts did not terminate on "
                     f"{self._device}"
                 )
         return super()._give_up()

@@ -1,1 +1,1 @@
-"""Failure handling: an error on all ranks that names the rank at fault."""
+"""Failure handling, which raises the same error on all ranks and names the rank at fault."""

@@ -1,4 +1,4 @@
-"""Detection of communication errors, which another rank may have caused.
+"""Detection of communication errors that another rank may have caused.
 
 Stores raise subclasses of `torch.distributed.DistError`, and NCCL raises `DistBackendError`. Gloo raises plain
 `RuntimeError`s. Errors of any type become `RuntimeError`s if they pass through a callback or through autograd. These

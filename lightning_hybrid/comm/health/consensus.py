@@ -107,13 +107,13 @@ def _check_equal(setups: Sequence[dict[str, Any]], hosts: Sequence[str]) -> None
     difference = differing([setup["versions"] for setup in setups])
     if difference:
         raise ValueError(
-            f"the software must be the same on all ranks: {difference}. Different versions can round differently, so "
-            "the weights of the ranks would silently diverge. Install the same environment on every "
+            f"The software must be the same on all ranks: {difference}. Different versions can round differently, "
+            "which would make the weights of the ranks diverge silently. Install the same environment on every "
             f"host.{places_of([], hosts)}"
         )
     difference = differing([setup["plan"] for setup in setups])
     if difference:
         raise ValueError(
-            f"the communication plan must be the same on all ranks: {difference}. Use the same `strategy` options on "
+            f"The communication plan must be the same on all ranks: {difference}. Use the same `strategy` options on "
             f"every rank, from one configuration.{places_of([], hosts)}"
         )

@@ -98,7 +98,7 @@ def diagnose(
         blame = _describe_silent(silent, statuses, hosts, addresses)
     elif left:
         closed = _verb_for(left, "has closed its engine", "have closed their engines")
-        blame = f"{name_ranks(left)} {closed} while other ranks were still averaging"
+        blame = f"{name_ranks(left)} {closed} while other ranks were still averaging gradients"
     elif different_order is not None:
         blame = different_order
     elif behind:
@@ -299,8 +299,8 @@ def _describe_orders(ranks_by_record: list[tuple[str, list[int]]]) -> str:
     minority_record, minority = ranks_by_record[1]
     return (
         f"{name_ranks(minority)} submitted {minority_record} where {name_ranks(majority)} submitted "
-        f"{majority_record}, and their sum would mix gradients. Run the same backward passes of the same model in the "
-        "same order on every rank"
+        f"{majority_record}, so the all-reduce would add gradients of different parameters. "
+        "Run the same backward passes of the same model in the same order on every rank"
     )
 
 

@@ -1,4 +1,4 @@
-"""Measurement of TCP bandwidth to other nodes, which counts only time in which data is sent.
+"""Measurement of the TCP bandwidth to other nodes, counting only the time during which data is sent.
 
     rate = bytes acknowledged / (time with unacknowledged data - time in which the receiver accepted no data)
 

@@ -1,4 +1,4 @@
-"""Kernel state of TCP connections, which shows if an unresponsive host is unreachable, slow or stopped.
+"""Kernel state of TCP connections, which shows whether an unresponsive host is unreachable, slow or stopped.
 
 A rank that does not answer a question may be dead, stopped, or behind a slow link. Further questions cannot distinguish
 these cases, but the state of TCP connections can. The kernel of a host acknowledges received data, whatever the host's

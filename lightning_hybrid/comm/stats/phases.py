@@ -61,7 +61,7 @@ class HostClock:
 
 
 StepTimes = Mapping[Phase, float]
-"""Seconds of each phase in one step. They add up to the time of the step."""
+"""Duration of each phase of one step in seconds. The durations add up to the time of the step."""
 
 
 class StepPhases:

@@ -1,4 +1,4 @@
-"""Summaries of communication, with traffic, times, and the time not overlapped by backward."""
+"""Communication summaries, with traffic, times, and the time that backward does not hide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.comm.stats.link_bytes import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """Summary of one bucket's all-reduces, with their number, traffic and times.
+    """Summary of one bucket's all-reduces, with the number of calls, the traffic and the times.
 
     Times are None if they were not measured.
 
@@ -39,7 +39,7 @@ class BucketSummary:
 
     @property
     def contents(self) -> tuple[int, int, str, str, int, Traffic]:
-        """Key that identifies the bucket, for merging summaries of the same bucket."""
+        """Key that identifies the bucket when summaries are merged."""
         return self.index, self.numel, self.dtype, self.algorithm, self.num_chunks, self.traffic
 
     def __add__(self, other: BucketSummary) -> BucketSummary:

@@ -180,7 +180,7 @@ class CommTrace:
             return now_s
 
     def count(self, bucket: BucketPlan, traffic: Traffic, *, is_last: bool) -> None:
-        """Count a submitted bucket without measuring its times."""
+        """Count a submitted bucket, but measure no times."""
         with self._lock:
             self._count(bucket.num_bytes, traffic, is_last=is_last)
 
@@ -354,8 +354,8 @@ class CommTrace:
             self.write(path, rank=rank)
         except OSError as error:
             warnings.warn(
-                f"`report.trace_dir` (={folder}): {path} could not be written ({error.strerror}), so the timeline of "
-                "this rank is missing. Set a folder that every rank can write to.",
+                f"`report.trace_dir` (={folder}) contains no timeline of this rank, because {path} could not be "
+                f"written ({error.strerror}). Set a folder to which every rank can write.",
                 stacklevel=2,
             )
 

@@ -1,4 +1,4 @@
-"""Check of whether fused optimizer steps are available on a device type."""
+"""Availability check for fused optimizer steps on a device type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.optim.fused.cpu import build
 FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 TRITON_CURE = (
-    "Install triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU that triton "
+    "Install Triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU that triton "
     "supports"
 )
 
@@ -36,16 +36,14 @@ def has_kernels(device_type: str) -> bool:
         # Triton may be missing, or the compiler, the linker, the driver or Triton itself may fail.
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            reason = f"(=True) on CUDA needs kernels that triton builds, but the first build failed ({text:.300})"
+            reason = f"(=True) needs Triton kernels on CUDA, but these could not be compiled ({text:.300})"
             _warn(reason, TRITON_CURE)
             return False
     if device_type == "cpu":
         try:
             build.library()
         except CannotBuildError as error:
-            reason = (
-                f"(=True) on a CPU needs a C++ compiler that can build its kernels, but {error}"
-            )
+            reason = f"(=True) needs a C++ compiler on a CPU, but {error}"
             cure = "Install one (`apt install g++`), or set the environment variable CXX to it"
             _warn(reason, cure)
             return False
@@ -54,8 +52,8 @@ def has_kernels(device_type: str) -> bool:
 
 def _warn(reason: str, cure: str) -> None:
     warnings.warn(
-        f"`fused` {reason}. Lists of tensors are processed instead, which takes more passes over memory and rounds "
-        f"differently, so all ranks should use the same implementation. {cure}, or set fused=False.",
+        f"`fused` {reason}. The multi-tensor implementation is used instead, which is slower and rounds differently. "
+        f"All ranks should use the same implementation. {cure}, or set fused=False.",
         RuntimeWarning,
         stacklevel=3,
     )

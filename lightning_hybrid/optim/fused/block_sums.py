@@ -13,7 +13,7 @@ from lightning_hybrid.placement import Part
 
 @dataclass(frozen=True, kw_only=True)
 class _TensorBlocks:
-    """Blocks of one tensor that this rank holds, within the blocks of the full tensor.
+    """Position of this rank's blocks among the blocks of a full tensor.
 
     Attributes:
         num_local: Number of blocks that this rank holds.
@@ -42,7 +42,7 @@ class _TensorBlocks:
 
 
 class BlockSums:
-    """Blockwise sums of squares for a group of tensors, both local to this rank and over all ranks.
+    """Blockwise sums of squares for a group of tensors, both for this rank's shards and over all ranks.
 
         local_sums (2, local blocks)   sums of w * w and of g * g for each block of this rank's shards and full
                                        tensors, written by the fused passes

@@ -81,7 +81,7 @@ class ContiguousViews:
         return self._strides != strides(self._params)
 
     def load(self, grads: Sequence[Tensor]) -> list[int]:
-        """Store the gradients, fill the dense buffers, and return the addresses of the gradients."""
+        """Set the current gradients and fill the dense buffers, and return the addresses of the gradients."""
         for buffer in self._buffers:
             buffer.fill()
 
@@ -125,7 +125,7 @@ def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
 
 
 def is_dense(tensors: Collection[Tensor]) -> bool:
-    """Return whether all tensors have the same memory order, and none has gaps.
+    """Return whether all tensors have the same memory order and no gaps in memory.
 
     >>> image = torch.zeros(2, 3, 4, 5)
     >>> is_dense([image, image[:]]), is_dense([image, image.to(memory_format=torch.channels_last)])

@@ -106,8 +106,8 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     adds = _add_rates(samples)
     if not measured or not adds or not any(fits.values()):
         raise ValueError(
-            "`limit_s` must be larger, because messages and all-reduces of several sizes could not be measured in "
-            f"{samples.took_s:.3g} s. Increase it with measure.limit_s=<seconds>."
+            "`limit_s` is too small, because messages and all-reduces of several sizes could not be measured in "
+            f"{samples.took_s:.3g} s. Increase the limit with measure.limit_s=<seconds>."
         )
     # A core that receives and adds is not faster than one that only receives or only adds.
     core_bytes_per_s = min(
@@ -291,9 +291,9 @@ def _notes(found: Calibration) -> list[str]:
         if fit is not None and math.isinf(fit.bytes_per_s):
             longest = max(size for size, _ in fit.errors)
             notes.append(
-                f"the bandwidth {name} is not known and counts as unlimited, because messages of up to {longest} bytes "
-                "take no longer than the shortest ones. Measure longer messages with measure.max_bytes=<bytes> and "
-                "measure.limit_s=<seconds> before you use the description."
+                f"the bandwidth {name} could not be determined and is treated as unlimited, because messages of up to "
+                f"{longest} bytes take no longer than the shortest ones. Measure longer messages with "
+                "measure.max_bytes=<bytes> and measure.limit_s=<seconds> before you use the description."
             )
     if found.across is None:
         notes.append(

@@ -35,7 +35,7 @@ NUM_DRAWS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class _Lines:
-    """Best lines of several fits, with one element per fit.
+    """Fitted lines, with one array element per fit.
 
     Attributes:
         latencies_s: Latencies in seconds.
@@ -136,14 +136,14 @@ def _check_times(times_s: MessageTimes) -> None:
     """Raise `ValueError` if a line cannot be fitted to the times."""
     if len(times_s) < 3 or min(times_s) < 0:
         raise ValueError(
-            f"`times_s` (of {sorted(times_s)} bytes) must contain at least three sizes, because any two sizes lie "
-            "exactly on a line. Increase the time limit with measure.limit_s=<seconds>."
+            f"`times_s` (of {sorted(times_s)} bytes) must contain at least three sizes, because a line always fits "
+            "two sizes exactly. Increase the time limit with measure.limit_s=<seconds>."
         )
     for samples_s in times_s.values():
         if not samples_s or not min(samples_s) > 0:
             raise ValueError(
-                "`times_s` must contain at least one time for each size, and all times must be positive, because times "
-                "are measured durations. Repeat the measurement."
+                "`times_s` must contain at least one time for each size, and all times must be positive. Repeat the "
+                "measurement."
             )
 
 
@@ -173,7 +173,7 @@ def _rate(s_per_byte: float) -> float:
 
 
 def _loads(sizes: Sequence[int], burst: int) -> np.ndarray:
-    """Return the number of bytes that each message waits for."""
+    """Return the bytes of each message, where bytes stored before they are forwarded count twice."""
     loads = []
     for size in sizes:
         # A burst is stored before it is forwarded, so a message waits for these bytes twice.
@@ -191,7 +191,7 @@ def _medians(times_s: MessageTimes, sizes: Sequence[int]) -> np.ndarray:
 
 
 def _bootstrap_medians(times_s: MessageTimes, sizes: Sequence[int], seed: int) -> np.ndarray:
-    """Return the medians of samples drawn with replacement, of shape (draws, sizes)."""
+    """Return the medians of bootstrap samples, as an array of shape (draws, sizes)."""
     generator = np.random.default_rng(seed)
     medians_of_sizes = []
     for size in sizes:
@@ -204,7 +204,7 @@ def _bootstrap_medians(times_s: MessageTimes, sizes: Sequence[int], seed: int) -
 
 
 def _interval(drawn: np.ndarray, estimate: float) -> tuple[float, float]:
-    """Return the confidence interval of an estimate from its bootstrap draws.
+    """Return the confidence interval of an estimate, based on estimates from bootstrap samples.
 
     The interval is extended to the estimate if the estimate is outside of it.
     """

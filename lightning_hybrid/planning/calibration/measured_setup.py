@@ -60,8 +60,8 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`samples` (={path}) must be a summary.json that `lightning-hybrid tune` has written: {error!r}. Leave "
-            "`samples` out to measure again."
+            f"`samples` (={path}) is not a summary.json written by `lightning-hybrid tune` ({error!r}). Pass such a "
+            "file, or leave `samples` out to measure again."
         ) from error
 
 
@@ -78,9 +78,8 @@ def read_nccl_log(path: str) -> dict[str, Any]:
     channels = re.findall(r"NCCL INFO Pattern 4, .*?nChannels ([1-9]\d*)", text)
     if not channels:
         raise ValueError(
-            f"`nccl_log` (={path}) must be an NCCL log with the graph, because the number of channels is read from "
-            "the graph. Run any job with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH to create such a log, or "
-            "leave `nccl_log` out."
+            f"`nccl_log` (={path}) is not an NCCL log that contains the number of ring channels. Run any job with "
+            "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH to create such a log, or leave `nccl_log` out."
         )
     version = re.search(r"NCCL version (\d+\.\d+\.\d+)", text)
     return {

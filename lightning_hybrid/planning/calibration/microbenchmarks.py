@@ -125,7 +125,7 @@ class Measurement:
         require_number(
             "timeout_s",
             self.timeout_s,
-            "it limits every wait for another rank, in seconds",
+            "it is the maximum time to wait for another rank, in seconds",
             above=True,
         )
         require_number(
@@ -137,7 +137,7 @@ class Measurement:
         require_whole(
             "num_rounds",
             self.num_rounds,
-            "it is the number of samples of each case, and intervals need several",
+            "confidence intervals need several samples of each case",
             least=3,
         )
         require_whole(

@@ -186,7 +186,7 @@ def _forward_and_backward(network: nn.Module, images: Any) -> None:
 
 
 def _loss_row(output: Tensor) -> Tensor:
-    """Return the tensor that a loss keeps of a network's output, as a matrix of one row."""
+    """Return the tensor that a loss function keeps for backward, as a matrix with one row."""
     values = output.float()
     # A classifier's loss keeps its log-probabilities, which are as large as the logits.
     if values.dim() == 2:

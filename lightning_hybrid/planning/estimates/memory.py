@@ -19,16 +19,16 @@ from lightning_hybrid.placement import BLOCK, is_split
 
 HALF_PRECISIONS = ("16-true", "bf16-true")
 STATE_BYTES = {"sgd": 4, "lars": 4, "adamw": 8, "lamb": 8}
-"""Optimizer state per parameter: fp32 momentum, or two fp32 moments. SGD and LARS with momentum."""
+"""Bytes of optimizer state per parameter: fp32 momentum for SGD and LARS, two fp32 moments for AdamW and LAMB."""
 
 REST_BYTES = 0.1
-"""The engine's buffers per parameter: 0.06 to 0.11 in recipes/records/memory."""
+"""Bytes of the engine's buffers per parameter, which are 0.06 to 0.11 in recipes/records/memory."""
 
 USABLE_SHARE = 0.9
-"""Of a device's memory; our choice. The rest is for its context, workspaces of convolutions and fragments."""
+"""Fraction of a device's memory that training may use, leaving room for the context, workspaces and fragments."""
 
 HOST_LINK_BYTES_PER_S = 15.75e9
-"""Between a device and the host's memory, each way: PCI Express 3.0 with 16 lanes, the standard's rate."""
+"""Bandwidth between device and host memory in each direction, which is that of PCI Express 3.0 with 16 lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = Fals
     >>> shared_share([8 * 2**14], 8), shared_share([7 * 2**14], 8), shared_share([7 * 2**14], 8, is_world=True)
     (0.125, 1.0, 0.125)
     """
-    require_whole("num_ranks", num_ranks, "ranks are counted")
+    require_whole("num_ranks", num_ranks, "it is the number of ranks")
     split = sum(numel for numel in numels if is_split(numel, 2 if is_world else num_ranks, BLOCK))
     sigma = split / max(1, sum(numels))
     return sigma / num_ranks + 1 - sigma
@@ -285,7 +285,7 @@ class MemoryChoices:
         return sorted(needs, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
-        """Return the memory need for each change of a single setting, in the order in which to try them.
+        """Return the memory need for each change of a single setting, in the order in which to try the changes.
 
         They are sorted by additional time per byte saved. Among settings that take no additional time, the one that
         saves the most memory comes first.
@@ -305,7 +305,7 @@ class MemoryChoices:
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
-    """Return the memory need with the largest batch that fits, for each combination of other settings.
+    """Return the memory need at the largest batch size that fits, for each combination of the remaining settings.
 
     The needs of each combination must be in descending order of batch size. If none of them fits, the last one is
     returned.

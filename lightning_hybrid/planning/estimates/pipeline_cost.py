@@ -75,7 +75,7 @@ def schedule_tasks(
     require_choice("schedule", schedule, SCHEDULES, "the planner supports only these schedules")
     require_whole("num_ranks", num_ranks, "it is the number of ranks in a pipeline")
     require_whole("num_microbatches", num_microbatches, "it is a number of micro-batches")
-    require_whole("stages_per_rank", stages_per_rank, "it is the number of stages of a rank")
+    require_whole("stages_per_rank", stages_per_rank, "it is the number of stages on each rank")
     if schedule == "interleaved" and num_microbatches % num_ranks:
         fitting = num_ranks * (num_microbatches // num_ranks + 1)
         raise ValueError(
@@ -167,7 +167,7 @@ def simulate_pipeline(
                 left -= 1
         if left == before:
             raise ValueError(
-                "`order` must not deadlock, but with this order all ranks wait for each other. Use an order that "
+                "`order` cannot be executed, because all ranks would wait for each other. Use an order that "
                 "`schedule_tasks` returns."
             )
     return tasks_by_rank

@@ -1,4 +1,4 @@
-"""Expected duration of a planned run with start, checkpoints and failures, and its 80 % interval."""
+"""Expected duration of a planned run, including start-up, checkpoints and failures, with an 80 % interval."""
 
 from __future__ import annotations
 

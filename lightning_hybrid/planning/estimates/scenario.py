@@ -168,7 +168,9 @@ class Search:
     num_shown: int = 5
 
     def __post_init__(self) -> None:
-        require_whole("num_shown", self.num_shown, "it is a number of plans in the report", least=0)
+        require_whole(
+            "num_shown", self.num_shown, "it is the number of plans in the report", least=0
+        )
 
     def run(self, scenario: Scenario) -> list[Candidate]:
         """Simulate all candidate plans, and return them without duplicates, sorted by step time.

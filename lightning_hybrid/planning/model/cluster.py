@@ -67,16 +67,16 @@ class Cluster(ClusterCosts):
         """
         if topology.ranks_per_node != self.ranks_per_node:
             raise ValueError(
-                f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must describe nodes like those of "
-                f"this job, but these have {topology.ranks_per_node or 'unequal numbers of'} ranks. Run "
-                "`lightning-hybrid tune` to describe them, or leave `comm.plan` out."
+                f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) cannot be used for this job, "
+                f"whose nodes have {topology.ranks_per_node or 'unequal numbers of'} ranks. Run `lightning-hybrid "
+                "tune` to describe these nodes, or leave `comm.plan` out."
             )
         if on_cuda and topology.num_nodes > 1 and not is_known(self.of(topology.num_nodes)):
             if getattr(topology, "rank", 0) == 0:
                 warnings.warn(
-                    "`plan` (=a cluster with unmeasured links) is ignored in favour of the default plan, because "
-                    "predictions for unmeasured links choose worse plans. Measure 4 nodes with `lightning-hybrid "
-                    "tune`.",
+                    "`plan` (=a cluster with unmeasured links) is ignored, and the default plan is used, because "
+                    "plans chosen for unmeasured links can be slower than the default. Measure 4 nodes with "
+                    "`lightning-hybrid tune`.",
                     stacklevel=2,
                 )
             return CommPlan()

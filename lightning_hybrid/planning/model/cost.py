@@ -51,15 +51,13 @@ class Link:
         require_positive(
             "bytes_per_s",
             self.bytes_per_s,
-            "it is the rate of a link in bytes per second, 1.25e10 for 100 Gbit/s",
+            "it is the bandwidth of a link in bytes per second. Set 1.25e10 for 100 Gbit/s",
         )
-        why = (
-            "it is the time of the shortest message, one way, in seconds: 5.0e-6 on a usual fabric"
-        )
+        why = "it is the one-way time of the shortest message in seconds. Set 5.0e-6 for a typical fabric"
         require_number("latency_s", self.latency_s, why)
 
     def or_slower(self, other: Link | None) -> Link:
-        """Return a link with the higher latency and the lower bandwidth of this link and another one."""
+        """Return a link with the higher of two links' latencies and the lower of their bandwidths."""
         if other is None:
             return self
         latency_s = max(self.latency_s, other.latency_s)

@@ -115,8 +115,8 @@ class Nccl:
         ):
             if not values or any(value not in allowed for value in values):
                 raise ValueError(
-                    f"`{name}` (={values}) must be among {', '.join(map(str, allowed))}, because it determines what "
-                    "NCCL supports on this hardware."
+                    f"`{name}` (={values}) must be one or more of {', '.join(map(str, allowed))}, because it "
+                    "determines what NCCL supports on this hardware."
                 )
         if self.generation not in tables.NVLS_SHARE and any(
             kind.startswith("nvls") for kind in self.available
@@ -163,8 +163,8 @@ class Nccl:
         the payload bandwidth of a node with all its NICs. A hop takes NCCL's own latency, or the
         link's if that is higher (sockets, slow fabrics).
         """
-        require_whole("num_nodes", num_nodes, "nodes are counted")
-        require_whole("ranks_per_node", ranks_per_node, "ranks are counted")
+        require_whole("num_nodes", num_nodes, "it is the number of nodes")
+        require_whole("ranks_per_node", ranks_per_node, "it is the number of ranks")
         if num_nodes * ranks_per_node == 1:
             return Cost()
         channels = self.channels or (
@@ -219,7 +219,7 @@ class Nccl:
         or an all-gather round a ring.
         """
         share = (num_ranks - 1) / num_ranks if is_sharded else 1.0
-        require_whole("num_ranks", num_ranks, "ranks are counted")
+        require_whole("num_ranks", num_ranks, "it is the number of ranks")
         if num_ranks == 1:
             return Cost()
         costs = []

@@ -18,7 +18,7 @@ from lightning_hybrid.checks import require_choice, require_number, require_posi
 from lightning_hybrid.comm.codec.block_format import BLOCK, message_bytes
 
 WireName = Literal["float16", "bfloat16", "int8", "int4"]
-"""As `comm_dtype_across_nodes`."""
+"""Wire format of gradients between nodes, as in the option `comm_dtype_across_nodes`."""
 
 # Seconds from the launch of a small kernel to the launch of the next one. Our choice.
 KERNEL_S = 5e-6

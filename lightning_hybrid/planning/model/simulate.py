@@ -63,10 +63,15 @@ class Jitter:
             "it multiplies a time. Set 1 for no slowdown",
             above=True,
         )
-        require_whole("seed", self.seed, "NumPy's generators need it. Set seed=0", least=0)
+        require_whole(
+            "seed",
+            self.seed,
+            "NumPy's random number generators accept no other seeds. Set seed=0",
+            least=0,
+        )
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
-        """Draw the compute time of the slowest rank in each step, relative to the mean.
+        """Sample the compute time of the slowest rank in each step, relative to the mean.
 
         >>> Jitter().slowest(4, 3).tolist()
         [1.0, 1.0, 1.0]

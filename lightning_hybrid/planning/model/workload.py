@@ -39,9 +39,8 @@ class StepWorkload:
         ]
         if not self.gradients or min(times_s) < 0:
             raise ValueError(
-                f"`gradients` (={len(self.gradients)} tensors) must contain at least one tensor, and no time may be "
-                "negative, because times are the compute times of a step. Set at least one gradient, and times of "
-                "0 or more."
+                f"`gradients` (={len(self.gradients)} tensors) must contain at least one tensor, and no compute time "
+                "of the step can be negative. Set at least one gradient, and times of 0 or more."
             )
 
     @property

@@ -77,8 +77,8 @@ class CompressionReport:
         if proposal is None:
             return f"Fewer bits between nodes would not pay: {why}."
         return (
-            f"Fewer bits between nodes would pay: {why}. They change the numbers, so they are never on by themselves: "
-            f"strategy.between_nodes.dtype={proposal}."
+            f"Fewer bits between nodes would pay: {why}. They change the results of training, so they are off by "
+            f"default. To use them, set strategy.between_nodes.dtype={proposal}."
         )
 
     def table(self) -> str:

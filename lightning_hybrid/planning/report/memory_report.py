@@ -82,7 +82,7 @@ class MemoryReport:
     def of(
         cls, scenario: Scenario, network: nn.Module, settings: MemorySettings, *, step_s: float
     ) -> MemoryReport:
-        """Measure the activations of a step on the meta device, and calculate the rest of the memory.
+        """Measure the activations of a step on the meta device, and calculate the memory for training state.
 
         Other settings are measured only if the run does not fit without them, because torch imports its compiler for
         activation checkpointing.
@@ -146,10 +146,10 @@ class MemoryReport:
             f"{self.num_parameters / 1e6:,.1f} million parameters, {_gb(asked.activation_bytes)} for activations"
         )
         if self.memory_bytes is None:
-            return f"{text}. Whether that fits: give cluster.gpu_memory_bytes=<bytes>."
+            return f"{text}. To see whether that fits, set cluster.gpu_memory_bytes=<bytes>."
         room = f"{_gb(self.memory_bytes)} GB, of which a tenth stays free"
         if asked.fits(self.memory_bytes):
-            return f"{text}. That fits into {room}; batch_size_per_rank up to {self.largest_batch:,} does."
+            return f"{text}. That fits into {room}, and so does any batch_size_per_rank up to {self.largest_batch:,}."
         sentences = [text]
         if self.alone:
             settings = ", ".join(self._saving(need, self.memory_bytes) for need in self.alone)
@@ -163,12 +163,12 @@ class MemoryReport:
         elif pipelines:
             fastest = pipelines[0]
             sentences.append(
-                f"No list of these fits; {' '.join(fastest.settings)}, in batches of {fastest.num_images:,} "
+                f"No combination of these fits, but {' '.join(fastest.settings)}, in batches of {fastest.num_images:,} "
                 f"images, does ({_gb(fastest.most_bytes)} GB, the bubble is {fastest.bubble:.1%})."
             )
         else:
             sentences.append(
-                "No list of these fits, nor a pipeline in a node: take a smaller network or larger GPUs."
+                "Neither a combination of these nor a pipeline in a node fits. Use a smaller network or larger GPUs."
             )
         return " ".join(sentences)
 

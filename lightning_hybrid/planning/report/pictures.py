@@ -90,7 +90,7 @@ def _draw_step(report: SimulationReport, axes: Axes) -> None:
         alpha=0.3,
     )
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel("orange: nothing to do but wait")
+    axes.set_xlabel("orange: waiting without other work")
     in_units(axes, x="s")
 
 
@@ -99,7 +99,9 @@ def _draw_scaling(report: SimulationReport, axes: Axes) -> None:
     efficiency = next(
         (p.efficiency for p in report.curve if p.num_ranks == asked), report.outcome.efficiency
     )
-    axes.set_title(f"Of {asked:,} ranks each works at {efficiency:.0%} of one alone")
+    axes.set_title(
+        f"{asked:,} ranks reach {efficiency:.0%} efficiency compared with one rank alone"
+    )
     shares = [100 * point.efficiency for point in report.curve]
     axes.semilogx([point.num_ranks for point in report.curve], shares, marker="o")
     axes.set_ylim(max(0, 10 * (min(shares) // 10) - 10), 105)

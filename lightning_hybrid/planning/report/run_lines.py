@@ -125,7 +125,7 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
     lost = 1 - run.work_s / (run.run_s - failures.start_s)
     text = f"A failure every {days(between_s)} on average"
     if run.work_s < every_s or lost < NO_MATTER:
-        text += f": failures do not matter for {days(run.work_s)} of work; save when you like."
+        text += f", so failures hardly matter for {days(run.work_s)} of work. Save as often as you like."
     else:
         steps = max(1, round(every_s / step_s))
         text += (
@@ -134,7 +134,7 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
         )
     return [
         f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
-        f"{days(run.run_s)} with start and failures (80 % of runs: {days(run.low_s)} to "
+        f"{days(run.run_s)} including start-up and failures (80 % of runs: {days(run.low_s)} to "
         f"{days(run.high_s)}{caveat}), {days(run.work_s)} without{costs}.",
         text,
     ]

@@ -175,8 +175,8 @@ class SimulationReport:
         if scenario.is_local:
             lines.append(
                 f"Every {scenario.sync_across_nodes_every} steps nodes average master weights and momentum, which "
-                f"takes {time_text(scenario.average_s)}. In between each node takes steps of its own, which differ "
-                "from those of one large batch."
+                f"takes {time_text(scenario.average_s)}. In between, every node trains independently, so the "
+                "steps differ from those of one large batch."
             )
         lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
         if self.pipelines and self.memory.is_data_parallel_possible:
@@ -185,7 +185,7 @@ class SimulationReport:
         if self.preset:
             words = " ".join(f"{key}={value}" for key, value in self.preset.items())
             lines.append(
-                f"Not measured, but assumed by {self.planned.about}. Give your own values where they differ:\n  {words}"
+                f"Not measured, but assumed by {self.planned.about}. Set your own values where these differ:\n  {words}"
             )
         if self.planned.price_per_node_hour is None:
             lines.append("Set cluster.price_per_node_hour=<price> to estimate the cost.")
@@ -239,7 +239,7 @@ class SimulationReport:
             if bounds_s is not None:
                 doubt = "that is within its error"
             return (
-                f"The prediction favours {best} (saves {1 - best.step_s / own_s:.1%}), but {doubt}.{comparison} "
+                f"The prediction favors {best} (saves {1 - best.step_s / own_s:.1%}), but {doubt}.{comparison} "
                 "Keep the default, or measure with `lightning-hybrid tune`."
             )
 
@@ -284,7 +284,7 @@ class SimulationReport:
         return best, f" The best flat plan takes {_longer(flat_s, best.step_s)}."
 
     def printed(self) -> str:
-        """Return the summary, and the part of the scaling curve near the requested ranks, as text."""
+        """Return the summary and the scaling curve as text, without points far beyond the requested number of ranks."""
         asked = self.scenario.cluster.world_size
         near = [
             point

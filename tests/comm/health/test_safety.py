@@ -84,8 +84,8 @@ def with_another_plan_and_other_software():
 
 
 def test_plans_and_software_that_differ_are_refused_on_every_rank(four_ranks):
-    of_plan = "the communication plan must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
-    of_torch = f"the software must be the same on all ranks: `torch` is '{torch.__version__}' on ranks 0, 2, 3 and "
+    of_plan = "The communication plan must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
+    of_torch = f"The software must be the same on all ranks: `torch` is '{torch.__version__}' on ranks 0, 2, 3 and "
     for rank, errors in enumerate(four_ranks.run(with_another_plan_and_other_software)):
         error_of_plan, error_of_torch = errors
         assert error_of_plan.startswith(f"ValueError: {of_plan}524288 on rank 1. "), f"rank {rank}"

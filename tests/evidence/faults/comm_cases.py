@@ -67,7 +67,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
             fault="another plan from the start",
             kind="has_another_plan",
             phase="setup",
-            names=("the communication plan must be the same", "on rank RANK", "host HOST"),
+            names=("The communication plan must be the same", "on rank RANK", "host HOST"),
             lost="nothing",
             **common,
         ),

@@ -221,7 +221,7 @@ def test_a_bandwidth_that_short_messages_do_not_show_is_noted_and_the_descriptio
 
 def test_nothing_measured_is_refused():
     with pytest.raises(
-        ValueError, match=r"`limit_s` must be larger, because messages and all-reduces .* in 0.5 s"
+        ValueError, match=r"`limit_s` is too small, because messages and all-reduces .* in 0.5 s"
     ):
         calibrate(Measurements(times_s={}, took_s=0.5), world_of(gloo_cluster(2, 2)))
 

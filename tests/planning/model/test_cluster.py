@@ -145,7 +145,7 @@ def test_a_link_slower_than_nccl_thinks_counts():
         (lambda: cluster(transport=NCCL).stages("gloo_ring", 1.0), r"must be an NCCL algorithm"),
         (
             lambda: Nccl(inside="ethernet"),
-            r"`inside` \(=\['ethernet'\]\) must be among nvlink, pci",
+            r"`inside` \(=\['ethernet'\]\) must be one or more of nvlink, pci",
         ),
         (lambda: Nccl(inside="pci", algorithms=()), r"`algorithms` \(=\[\]\)"),
         (

@@ -162,8 +162,8 @@ SAID = [
         120e9,
         [],
         [ASKED],
-        r"^A GPU needs 100 GB: 60 for .*40 for activations\. That fits into 120 GB, of which a tenth stays free; "
-        r"batch_size_per_rank up to 12 does\.$",
+        r"^A GPU needs 100 GB: 60 for .*40 for activations\. That fits into 120 GB, of which a tenth stays free, "
+        r"and so does any batch_size_per_rank up to 12\.$",
         12,
     ),
     (
@@ -179,7 +179,7 @@ SAID = [
         10e9,
         [SHARED],
         [],
-        r"No list of these fits, nor a pipeline in a node: take a smaller network or larger GPUs\.$",
+        r"Neither a combination of these nor a pipeline in a node fits\. Use a smaller network or larger GPUs\.$",
         0,
     ),
     (None, [], [ASKED], r"give cluster\.gpu_memory_bytes=<bytes>\.$", None),

@@ -124,7 +124,7 @@ FEEDBACK = Mean(dtype="int4", error_feedback=True)
     ids=["codecs", "codec and none", "feedback", "periods"],
 )
 def test_ranks_with_other_settings_are_named_on_all_before_training(two_ranks, values, words):
-    beginning = "ValueError: the communication plan must be the same on all ranks: "
+    beginning = "ValueError: The communication plan must be the same on all ranks: "
     results = two_ranks.run(error_with_values_of_ranks, values)
     for rank, (error, losses) in enumerate(results):
         assert error.startswith(beginning), f"rank {rank}"
