@@ -458,8 +458,9 @@ def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
         return module(batch)
     except Exception as error:
         error.add_note(
-            f"`RecalibrateBatchNorm` called `forward` with a whole batch (={type(batch).__name__}). If `forward` takes "
-            "a part of it, set `RecalibrateBatchNorm(forward=lambda module, batch: module(batch[...]))`."
+            f"`RecalibrateBatchNorm` called `forward` with a whole batch, which is a {type(batch).__name__}. If "
+            "`forward` takes only a part of it, set `RecalibrateBatchNorm(forward=lambda module, batch: "
+            "module(batch[...]))`."
         )
         raise
 

@@ -204,8 +204,8 @@ def example_hidden(module: Any) -> Iterator[None]:
         module.example_input_array = None
     except AttributeError:
         raise ValueError(
-            f"`example_input_array` (a property of {type(module).__name__}) must have a setter, because a pipeline "
-            "must hide it during a run to prevent Lightning's model summary from running the whole network on one "
+            f"`example_input_array` is a property of {type(module).__name__} without a setter, but a pipeline must "
+            "set it to None during a run, so that Lightning's model summary does not run the whole network on one "
             "rank. Assign `example_input_array` in `__init__` instead."
         ) from None
     try:

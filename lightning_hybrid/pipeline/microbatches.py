@@ -52,8 +52,8 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     except _InputFound as call:
         return call.tensors
     raise ValueError(
-        "`training_step` must call the network that `of` names, but it did not. Set `of` to the name of the network "
-        "that it calls."
+        "`training_step` must call the network that `of` names, but did not call it. Set `of` to the name of the "
+        "network that `training_step` calls."
     )
 
 
@@ -71,9 +71,9 @@ def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
         arguments = [type(value).__name__ for value in tensors]
         arguments += kwargs
         raise ValueError(
-            "The network that `of` names must be called with positional tensors only, because they are passed to "
-            f"its first block, but the arguments were: {', '.join(arguments)}. Pass tensors by position, and store "
-            "other values as attributes of the network."
+            "The network that `of` names must be called with positional tensors only, because they are passed to its "
+            f"first block, but was called with these arguments: {', '.join(arguments)}. Pass tensors by position, and "
+            "store other values as attributes of the network."
         )
     return tuple(tensors)
 

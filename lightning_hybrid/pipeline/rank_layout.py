@@ -172,9 +172,9 @@ class TiedWeights:
             positions = tuple(sorted(stage % ranks.num_ranks for stage in its_stages))
             if len(set(positions)) < len(positions):
                 raise ValueError(
-                    f"A parameter (`{names[parameter]}`, of shape {tuple(parameter.shape)}) must not be in several "
-                    "stages of one rank, because gradients are averaged for each stage separately, but it is in "
-                    f'stages {its_stages}. Change `cuts`, or set schedule="1f1b", which has one stage per rank.'
+                    f"The parameter `{names[parameter]}` (of shape {tuple(parameter.shape)}) is in the stages "
+                    f"{its_stages} of one rank, but cannot be in several of them, because gradients are averaged for "
+                    "each stage separately. Change `cuts`, or set schedule='1f1b', which has one stage per rank."
                 )
             if len(positions) == 1 or not parameter.requires_grad:
                 continue
