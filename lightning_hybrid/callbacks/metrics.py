@@ -180,7 +180,7 @@ VAL_ACC = _metric(
     "Fraction of the validation set for which the most likely class is correct.",
     best="max",
 )
-_TOP5 = "Fraction of the {} set for which the correct class is one of the five most likely. Logged for six classes or more."
+_TOP5 = "Fraction of the {} set for which the correct class is one of the five most likely. Needs at least six classes."
 VAL_ACC_TOP5 = _metric("val/acc_top5", "1", _TOP5.format("validation"), best="max")
 TEST_ACC = _metric(
     "test/acc",

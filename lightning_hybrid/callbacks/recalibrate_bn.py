@@ -294,7 +294,7 @@ def generators_kept(loader: Any) -> Iterator[None]:
 def _normalizing_by_batch(
     trainer: pl.Trainer, module: nn.Module, layers: dict[str, _BatchNorm]
 ) -> Iterator[_Statistics]:
-    """Set BatchNorm layers to training mode, and all other layers to evaluation mode, in a context.
+    """Temporarily set BatchNorm layers to training mode, and all other layers to evaluation mode.
 
     Frozen BatchNorm layers stay in evaluation mode. Hooks collect statistics in the object that is
     yielded.
@@ -334,7 +334,7 @@ def _normalizing_by_batch(
 
 
 class SeveralLoaders:
-    """Loader of the batches of several training loaders, which it combines as in training.
+    """Loader that combines the batches of several training loaders in the same way as in training.
 
     Args:
         combined: Combination of the loaders, over which nothing else iterates.

@@ -108,7 +108,7 @@ class StopOnSignal(Callback):
         self._logger_step = state_dict.get("steps_of_loggers")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore Lightning's own signal handlers, because a `fit` that failed has not done so."""
+        """Restore Lightning's own signal handlers, in case an earlier `fit` call failed before it restored them."""
         _restore_handlers(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -342,7 +342,7 @@ class ExactResume:
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
 
     def _draw_to_end(self, state: Mapping[str, Any], place: Place) -> None:
-        """Advance samplers to the end of the saved epoch, by drawing the random numbers that are left.
+        """Advance samplers to the end of the saved epoch, by drawing the epoch's remaining random numbers.
 
         The checkpoint was saved after the last batch of the epoch, before the loop requested another batch.
         """

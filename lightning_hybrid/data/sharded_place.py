@@ -38,7 +38,7 @@ class ShardedPlace(ExactResume):
         return
 
     def begin(self) -> Place:
-        """Determine, store and return the position at which the training loop begins to iterate.
+        """Return the position at which the training loop begins to iterate, and store it.
 
         Raises:
             NotExactError: The run would repeat or skip samples of the interrupted epoch.

@@ -140,7 +140,7 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """True as long as newly created data loaders are training loaders, until hosts connect.
+        """True until the hosts connect, while newly created data loaders are training loaders.
 
         Loaders that are created later belong to callbacks.
         """
@@ -225,7 +225,7 @@ class ElasticFit:
         self._strategy._loaders.seed = self._views.seed
 
     def _prepare_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Create the gradient buckets, the copy of module buffers and the logs of the epoch."""
+        """Create the gradient buckets, copies of the module's buffers and the logs of the epoch."""
         window = self._strategy.run_status.window
         opened = nullcontext()
         if window is not None:

@@ -1,4 +1,4 @@
-"""Handling of hosts that join or are lost, with new process groups and transfer of training state."""
+"""Handling of hosts that join or are lost, including new process groups and transfer of training state."""
 
 from __future__ import annotations
 

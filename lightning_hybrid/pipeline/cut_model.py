@@ -1,4 +1,4 @@
-"""Distribution of the user's network across pipeline ranks, and its restoration after the run."""
+"""Distribution of the user's network across pipeline ranks, and restoration of the network after the run."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def _tensors_of(blocks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _whole_values(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy a block's tensors to host memory, with the full tensors of tensor-parallel layers."""
+    """Copy a block's tensors to host memory, using the full tensors of tensor-parallel layers."""
     # While a tensor-parallel layer is whole, an attribute of its module hides the parameter of the
     # same name.
     whole_tensors: dict[int, Tensor] = {}

@@ -125,7 +125,7 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 
 
 def rows_if_known(batch: Any) -> int | None:
-    """Return the number of rows of a batch, or None if it cannot be counted, as in a batch that is not split."""
+    """Return the number of rows of a batch, or None if the rows cannot be counted."""
     try:
         return count_rows(batch)
     except ValueError:
@@ -221,7 +221,7 @@ def random_state(
 
 
 def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
-    """Return whether the torch, Python and NumPy generators are unused since they were seeded."""
+    """Return whether the torch, Python and NumPy generators are still unused after seeding."""
     for generator in generators:
         fresh_state = torch.Generator(generator.device).manual_seed(seed).get_state()
         if not torch.equal(generator.get_state(), fresh_state):

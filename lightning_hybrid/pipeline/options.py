@@ -127,7 +127,7 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
 def check_ranks(
     *, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False
 ) -> None:
-    """Raise if the ranks cannot be divided into pipelines, or the schedule cannot run on them.
+    """Raise if the ranks cannot be divided into pipelines, or if they cannot run the schedule.
 
     Args:
         num_stages: Number of ranks of a pipeline.
@@ -156,7 +156,7 @@ def check_ranks(
 def refuse_in_pipeline(
     trainer: Any, module: Any, precision: Any, *, is_setup: bool = False
 ) -> None:
-    """Raise if trainer, module, precision or optimizers use an option that pipelines do not support.
+    """Raise if the trainer, the module, the precision or an optimizer uses an option that pipelines do not support.
 
     Args:
         trainer: The trainer.
@@ -212,7 +212,7 @@ def warn_of_last_batch(trainer: Any, num_microbatches: int) -> None:
 
 
 def _num_last_samples(loader: Any, num_batches: float) -> int:
-    """Return the number of samples of a smaller last batch, or 0 if there is none or if it is unknown."""
+    """Return the number of samples in an incomplete last batch, or 0 if there is none or its size is unknown."""
     # Exact resume replaces the batch sampler of its loader.
     resume = getattr(loader, "exact_resume", None)
     batch_sampler = getattr(getattr(resume, "user_loader", loader), "batch_sampler", None)

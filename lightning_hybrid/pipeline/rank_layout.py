@@ -1,4 +1,4 @@
-"""Rank layout and process groups of a pipeline, and parameters that other ranks hold or share."""
+"""Rank layout and process groups of a pipeline, and handling of parameters that other ranks hold or share."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class TiedWeights:
 
 
 def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list[tuple[int, ...]]:
-    """Divide the ranks of each pipeline into one set for `positions` and one set per remaining rank."""
+    """Divide the ranks of each pipeline into one set of the ranks at `positions` and one set for each other rank."""
     rank_sets = []
     for peers in ranks.pipelines:
         rank_sets.append(tuple(peers[position] for position in positions))

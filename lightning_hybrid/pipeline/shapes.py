@@ -1,4 +1,4 @@
-"""Shape, dtype and memory layout of the tensors between stages, found with fake tensors.
+"""Shapes, dtypes and memory layouts of tensors that stages exchange, determined with fake tensors.
 
 Fake tensors take no memory, do no arithmetic and send no messages. Shapes must be known before
 the first message, for these reasons:
@@ -129,7 +129,7 @@ def boundary_of(tensor: Tensor) -> Boundary:
 def output_of(
     blocks: Sequence[nn.Module], inputs: Sequence[Boundary], device: torch.device
 ) -> Boundaries:
-    """Return the shapes, dtypes and layouts of the outputs of `blocks`, found with fake tensors.
+    """Return the shapes, dtypes and layouts of the outputs of `blocks`, determined with fake tensors.
 
     The current autocast and gradient modes apply.
 

@@ -1,4 +1,4 @@
-"""Training step of a pipeline, which runs `training_step` on micro-batches through all stages."""
+"""Training step of a pipeline, which passes micro-batches through all stages and the user's `training_step`."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class TrainingStep:
     # ---- comparison of the first loss ----------------------------------------------------------
 
     def _loss_in_one_piece(self) -> float | str:
-        """Compute the first micro-batch's loss with the whole network, or return the reason if this fails.
+        """Return the first micro-batch's loss, computed with the whole network, or the reason why it is unknown.
 
         Only the first rank's value is meaningful. Collective: every rank of the pipeline must call
         it.

@@ -284,7 +284,7 @@ class Host(SocketThread):
         self._act()
 
     def _lose_hosts_without_goodbye(self, now: float) -> None:
-        """Mark hosts as lost that closed a connection and sent no goodbye within a heartbeat interval.
+        """Mark hosts as lost if they closed a connection and sent no goodbye within a heartbeat interval.
 
         After this time, all messages that such a host had sent have been read.
         """
@@ -400,7 +400,7 @@ class Host(SocketThread):
         self._act()
 
     def _watch_hosts(self, now: float) -> None:
-        """Send a heartbeat to every other host, and mark hosts as lost that have been silent for too long."""
+        """Send a heartbeat to every other host, and mark hosts as lost if they have been silent for too long."""
         machine = self.machine
         silent_s = self._settings.silent_s
         watched = set(machine.lobby)
