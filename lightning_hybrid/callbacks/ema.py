@@ -79,7 +79,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
         if not 0 <= decay <= 1:
             raise ValueError(
                 f"`decay` (={decay}) must be between 0 and 1, because each update multiplies the previous average by "
-                "`decay`. For example, decay=0.999 averages over about a thousand steps."
+                "`decay`. Set decay=0.999, for example, to average over about a thousand steps."
             )
         every = plain_value(kwargs.pop("update_every_n_steps", 1))
         require_whole(

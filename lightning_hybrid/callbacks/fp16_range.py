@@ -38,17 +38,23 @@ LARGEST_SCALE = 24
 MOST_LOST = 0.01
 MOST_SUBNORMAL = 0.1
 
-NORMALISE = "a normalisation layer before it, which computes in fp32, or precision='bf16-true'"
+NORMALISE = (
+    "add a normalization layer before it, which computes in fp32, or set precision='bf16-true'"
+)
 ABOVE = {
-    "weight": "keep_fp32=(its class,) of MasterWeightPrecision, or precision='bf16-true'",
+    "weight": "add the class of the layer to MasterWeightPrecision(keep_fp32=...), or set precision='bf16-true'",
     "activation": NORMALISE,
-    "gradient": "precision='bf16-true', as no loss scale is below 1; or a mean in the loss, no sum",
+    "gradient": (
+        "set precision='bf16-true', because no loss scale is below 1, or average the loss instead of summing it"
+    ),
 }
 BELOW = {
-    "weight": "the fp32 weights hold them, forward sees 0: draw them wider, or precision='bf16-true'; LAMB moves so "
-    "small a layer with weight_norm_bounds=(low, high)",
+    "weight": (
+        "the fp32 weights keep these values, but the forward pass sees 0, so initialize them with a larger spread, "
+        "or set precision='bf16-true' (for LAMB, weight_norm_bounds=(low, high) makes such small layers move)"
+    ),
     "activation": NORMALISE,
-    "gradient": "precision='bf16-true', as no loss scale holds the largest and the smallest",
+    "gradient": "set precision='bf16-true', because no loss scale fits both the largest and the smallest values",
 }
 
 
@@ -85,13 +91,13 @@ class RangeReport(NamedTuple):
     def __str__(self) -> str:
         lossy = [tensor for tensor in self.tensors if tensor.remedy]
         text = (
-            f"half precision: of {len(self.tensors)} tensors {len(lossy)} have values that fp16 does not hold; "
-            f"there is room for a loss scale up to {self.loss_scale:g}"
+            f"half precision: {len(lossy)} of {len(self.tensors)} tensors have values that fp16 cannot represent. The "
+            f"loss scale can be at most {self.loss_scale:g}."
         )
         for tensor in lossy:
             text += (
-                f"\n  {tensor.kind} {tensor.name}: {tensor.below_subnormal:.1%} below 6e-8, "
-                f"{tensor.below_normal:.1%} below 6e-5, {tensor.above:.1%} above 65,504: {tensor.remedy}"
+                f"\n  {tensor.kind} {tensor.name}: {tensor.below_subnormal:.1%} below 6e-8, {tensor.below_normal:.1%} "
+                f"below 6e-5, {tensor.above:.1%} above 65,504. Remedy: {tensor.remedy}."
             )
         return text
 
@@ -237,7 +243,7 @@ def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
     if above:
         remedy = ABOVE[kind]
     elif kind == "gradient" and is_lossy() and not is_lossy(scale):
-        remedy = f"a loss scale: loss_scale='dynamic', or {2.0**scale:g}"
+        remedy = f"set loss_scale='dynamic' or loss_scale={2.0**scale:g}"
     elif is_lossy():
         remedy = BELOW[kind]
     return TensorRange(kind, name, below(SUBNORMAL), below(NORMAL), above, remedy)

@@ -47,111 +47,123 @@ def _metric(name: str, unit: str, meaning: str, **options: Any) -> str:
 _timed = partial(_metric, from_clock=True)
 
 TRAIN_LOSS = _metric(
-    "train/loss", "1", "Mean over ranks of the loss of the batch just trained on.", best="min"
+    "train/loss", "1", "Mean over all ranks of the loss of the latest training batch.", best="min"
 )
 TRAIN_LR = _metric(
-    "train/lr", "1", "Learning rate of the step just made, of the first parameter group."
+    "train/lr", "1", "Learning rate of the latest step in the first parameter group."
 )
 TRAIN_MOMENTUM = _metric(
-    "train/momentum", "1", "Momentum (Adam, LAMB: beta1) of that step, of the first group."
+    "train/momentum",
+    "1",
+    "Momentum of the latest step in the first parameter group (beta1 for Adam and LAMB).",
 )
 TRAIN_LOSS_SCALE = _metric(
-    "train/loss_scale", "1", "Factor on the loss for the next step; none without fp16."
+    "train/loss_scale", "1", "Loss scale of the next step. Logged only with fp16."
 )
 TRAIN_SKIPPED_STEPS = _metric(
-    "train/skipped_steps", "1", "Steps skipped so far because a gradient was not finite."
+    "train/skipped_steps", "1", "Number of steps skipped so far because a gradient was not finite."
 )
 TRUST_RATIO_MIN = _metric(
-    "train/trust_ratio_min", "1", "Least trust ratio of a layer, for the gradients just used."
+    "train/trust_ratio_min", "1", "Smallest trust ratio of a layer in the latest step."
 )
 TRUST_RATIO_MEDIAN = _metric(
-    "train/trust_ratio_median", "1", "Median trust ratio of the layers; of two, the smaller."
+    "train/trust_ratio_median",
+    "1",
+    "Median trust ratio of the layers (the lower median if their number is even).",
 )
-TRUST_RATIO_MAX = _metric("train/trust_ratio_max", "1", "Largest trust ratio of a layer.")
-DATA_WAIT_S = _timed("data/wait_s", "s", "Time per step in which rank zero waited for its loader.")
+TRUST_RATIO_MAX = _metric(
+    "train/trust_ratio_max", "1", "Largest trust ratio of a layer in the latest step."
+)
+DATA_WAIT_S = _timed(
+    "data/wait_s", "s", "Time per step for which rank zero waited for its data loader."
+)
 COMM_BYTES = _metric(
-    "comm/bytes", "B", "Gradients per step that rank zero gave to the sum, as on the wire."
+    "comm/bytes",
+    "B",
+    "Bytes of gradients that rank zero passed to the all-reduce per step, in the data type that is sent.",
 )
 COMM_LINK_BYTES = _metric(
     "comm/link_bytes",
     "B",
-    "Bytes that the busiest node sends to others per step, by the formulas of the algorithms.",
+    "Bytes that the busiest node sends to other nodes per step, computed from the algorithms' formulas.",
 )
 COMM_LEAST_LINK_BYTES = _metric(
     "comm/least_link_bytes",
     "B",
-    "Least bytes per step from each of N nodes to others: 2 (N - 1) / N of the sums.",
+    "Minimum bytes that each of N nodes must send to other nodes per step: 2 (N - 1) / N of the summed data.",
 )
 COMM_NODE_BYTES = _metric(
     "comm/node_bytes",
     "B",
-    "Bytes that ranks of the busiest node send one another per step, by the same formulas.",
+    "Bytes that the ranks of the busiest node send to one another per step, computed from the algorithms' formulas.",
 )
 COMM_QUANTISATION_NMSE = _metric(
     "comm/quantisation_nmse",
     "1",
-    "Mean squared error of what rank zero rounded for other nodes, by its mean square.",
+    "Mean squared rounding error of the values that rank zero sends to other nodes, divided by their mean square.",
 )
 COMM_BUSY_S = _timed(
     "comm/busy_s",
     "s",
-    "Time per step with at least one bucket of rank zero in flight, hidden by backward or not.",
+    "Time per step with at least one bucket of rank zero in flight, whether hidden by backward or not.",
 )
 COMM_EXPOSED_S = _timed(
     "comm/exposed_s",
     "s",
-    "Time per step in which rank zero had nothing to do but wait for gradients of other ranks.",
+    "Time per step for which rank zero only waited for gradients of other ranks.",
 )
 COMM_EXPOSED_SHARE = _timed(
-    "comm/exposed_share", "1", "Exposed communication as a part of the time of a step, 0 to 1."
+    "comm/exposed_share", "1", "Exposed communication as a fraction of the step time, from 0 to 1."
 )
 COMM_ACHIEVED_BYTES_PER_S = _timed(
     "comm/achieved_bytes_per_s",
     "B/s",
-    "Least bytes between nodes by the time in flight: the rate reached on a link.",
+    "Achieved rate of a link between nodes: the minimum bytes to send, divided by the time in flight.",
 )
 COMM_ACHIEVED_SHARE = _timed(
     "comm/achieved_share",
     "1",
-    "The achieved rate as a part of the link's, the strategy's `report.link_bytes_per_s`.",
+    "Achieved rate as a fraction of the link's bandwidth, which is the strategy's `report.link_bytes_per_s`.",
 )
 IMAGES_PER_S = _timed(
     "throughput/images_per_s",
     "1/s",
-    "Training images per second of all ranks since the last value, less validation.",
+    "Training images per second over all ranks since the last logged value, excluding validation.",
 )
 FLOPS_PER_S = _timed(
     "throughput/flops_per_s",
     "1/s",
-    "Floating-point operations per second: the model's per image by images per second.",
+    "Floating-point operations per second: the model's operations per image, times images per second.",
 )
 MFU = _timed(
     "throughput/mfu",
     "1",
-    "Model FLOP utilisation: these operations as a part of what all devices do at their peak.",
+    "Model FLOPs utilization: floating-point operations per second, as a fraction of the peak of all devices.",
 )
 PEAK_MEMORY_BYTES = _timed(
     "memory/peak_bytes",
     "B",
-    "Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process.",
+    "Peak memory of rank zero so far, of tensors on CUDA or of the whole process on a CPU.",
 )
 STRAGGLER_COST_SHARE = _timed(
     "straggler/cost_share",
     "1",
-    "Part of a step for which the median rank waits for the latest one, 0 to 1.",
+    "Fraction of the step time for which the median rank waits for the slowest rank, from 0 to 1.",
 )
 STRAGGLER_WAIT_SHARE = _timed(
     "straggler/wait_share",
     "1",
-    "Part of a step for which even the latest rank waits for gradients: the network's part.",
+    "Fraction of the step time for which even the slowest rank waits for gradients, because of the network.",
 )
 STRAGGLER_RANK = _timed(
-    "straggler/rank", "1", "Rank that `StragglerMonitor` names as slow; none while it names none."
+    "straggler/rank",
+    "1",
+    "Rank that `StragglerMonitor` reports as slow. Not logged if it reports none.",
 )
 STRAGGLER_LINK_BYTES_PER_S = _timed(
     "straggler/link_bytes_per_s",
     "B/s",
-    "Rate of the slowest link between nodes while it has something to send, by TCP's counters.",
+    "Rate of the slowest link between nodes while it has data to send, according to TCP counters.",
 )
 STRAGGLER_EXCESS_S = {
     phase: _timed(
@@ -163,35 +175,41 @@ STRAGGLER_EXCESS_S = {
 }
 VAL_LOSS = _metric("val/loss", "1", "Mean loss over the validation set.", best="min")
 VAL_ACC = _metric(
-    "val/acc", "1", "Part of the validation set whose most likely class is right.", best="max"
+    "val/acc",
+    "1",
+    "Fraction of the validation set for which the most likely class is correct.",
+    best="max",
 )
-_TOP5 = (
-    "Part of the {} set whose class is among the five most likely; not with five classes or fewer."
-)
+_TOP5 = "Fraction of the {} set for which the correct class is one of the five most likely. Needs at least six classes."
 VAL_ACC_TOP5 = _metric("val/acc_top5", "1", _TOP5.format("validation"), best="max")
 TEST_ACC = _metric(
-    "test/acc", "1", "Part of the test set whose most likely class is right.", best="max"
+    "test/acc",
+    "1",
+    "Fraction of the test set for which the most likely class is correct.",
+    best="max",
 )
 TEST_ACC_TOP5 = _metric("test/acc_top5", "1", _TOP5.format("test"), best="max")
 ELAPSED_S = _timed(
     "time/elapsed_s",
     "s",
-    "Time since training began, validation included; without the work of an interrupted run after its last checkpoint "
-    "and the time until it was resumed.",
+    "Time since training began, including validation. After a resume, it excludes the time between the checkpoint and "
+    "the resume.",
 )
 RECALIBRATION_S = _timed(
-    "time/recalibration_s", "s", "Time to compute BatchNorm's statistics again before a validation."
+    "time/recalibration_s", "s", "Time to recompute BatchNorm statistics before a validation run."
 )
 TIME_TO_ACCURACY_TRAIN_S = _timed(
     "time_to_accuracy/train_s",
     "s",
-    "Time of training until a validation found the target reached, without validation.",
+    "Training time until validation first reached the target, excluding validation.",
 )
 TIME_TO_ACCURACY_TOTAL_S = _timed(
-    "time_to_accuracy/total_s", "s", "The same with validation, that one included."
+    "time_to_accuracy/total_s",
+    "s",
+    "Time until validation first reached the target, including that validation and earlier ones.",
 )
 TIME_TO_ACCURACY_STEP = _metric(
-    "time_to_accuracy/step", "1", "Steps until a validation found the target reached."
+    "time_to_accuracy/step", "1", "Number of steps until validation first reached the target."
 )
 
 TRUST_RATIOS = (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
@@ -205,11 +223,11 @@ INDEXED = {
     COMM_EXPOSED_S: _indexed(
         COMM_EXPOSED_S,
         "bucket",
-        "Exposed time per step from the end of the bucket before until this one was done.",
+        "Exposed time per step from the end of the previous bucket to the end of this bucket.",
     ),
-    TRAIN_LOSS_SCALE: _indexed(TRAIN_LOSS_SCALE, "optimizer", "The same for a further optimizer."),
+    TRAIN_LOSS_SCALE: _indexed(TRAIN_LOSS_SCALE, "optimizer", "Loss scale of a further optimizer."),
     **{
-        name: _indexed(name, "group", "The same of a further parameter group.")
+        name: _indexed(name, "group", "Trust ratio of a further parameter group.")
         for name in TRUST_RATIOS
     },
 }

@@ -294,7 +294,7 @@ def generators_kept(loader: Any) -> Iterator[None]:
 def _normalizing_by_batch(
     trainer: pl.Trainer, module: nn.Module, layers: dict[str, _BatchNorm]
 ) -> Iterator[_Statistics]:
-    """Set BatchNorm layers to training mode, and all other layers to evaluation mode, in a context.
+    """Temporarily set BatchNorm layers to training mode, and all other layers to evaluation mode.
 
     Frozen BatchNorm layers stay in evaluation mode. Hooks collect statistics in the object that is
     yielded.
@@ -334,7 +334,7 @@ def _normalizing_by_batch(
 
 
 class SeveralLoaders:
-    """Loader of the batches of several training loaders, which it combines as in training.
+    """Loader that combines the batches of several training loaders in the same way as in training.
 
     Args:
         combined: Combination of the loaders, over which nothing else iterates.
@@ -458,8 +458,9 @@ def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
         return module(batch)
     except Exception as error:
         error.add_note(
-            f"`RecalibrateBatchNorm` called `forward` with a whole batch (={type(batch).__name__}). If `forward` takes "
-            "a part of it, set `RecalibrateBatchNorm(forward=lambda module, batch: module(batch[...]))`."
+            f"`RecalibrateBatchNorm` called `forward` with a whole batch, which is a {type(batch).__name__}. If "
+            "`forward` takes only a part of it, set `RecalibrateBatchNorm(forward=lambda module, batch: "
+            "module(batch[...]))`."
         )
         raise
 

@@ -1,4 +1,4 @@
-"""Callback for checking that all ranks have the same weights, optimizer state and data order."""
+"""Callback that checks that all ranks have the same weights, optimizer state and data order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _RankState(NamedTuple):
 
 
 class ReplicaCheck(Callback):
-    """Callback for checking regularly that weights and optimizer state are identical on all ranks.
+    """Callback that regularly checks that weights and optimizer state are identical on all ranks.
 
     All bits are compared. The check also covers the loss scales. If one data order is divided among
     the ranks, it covers the settings of this order: seed, epoch and number of shards (`order_of`).
@@ -271,7 +271,7 @@ class ReplicaCheck(Callback):
 
 
 def _order_of_run(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return `order_of` the training loaders, or no settings if each rank may have data of its own."""
+    """Return the data-order settings of the training loaders, or no settings if each rank may have its own data."""
     if run_status(trainer).has_uneven_batches:
         return {}
     return order_of(trainer.train_dataloader)

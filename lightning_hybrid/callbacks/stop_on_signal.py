@@ -108,7 +108,7 @@ class StopOnSignal(Callback):
         self._logger_step = state_dict.get("steps_of_loggers")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore Lightning's own signal handlers, because a `fit` that failed has not done so."""
+        """Restore Lightning's own signal handlers, in case an earlier `fit` call failed before it restored them."""
         _restore_handlers(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -312,8 +312,8 @@ def _report_stop(trainer: pl.Trainer, path: str, signal_name: str, exit_code: in
     if not trainer.is_global_zero:
         # In an elastic run every host is launched separately, and only the first host writes.
         checkpoint = (
-            "this host has written no checkpoint, because only the first host of the run writes "
-            f"{path!r}, when it is stopped itself. Until then the other hosts continue"
+            f"this host has written no checkpoint, because only the first host of the run writes {path!r}, and only "
+            "when that host is stopped. The other hosts continue until then"
         )
     message = (
         f"stopped by {signal_name} in epoch {trainer.current_epoch} after step {trainer.global_step}; "
@@ -349,14 +349,14 @@ def _is_main_thread() -> bool:
 def _signal_of(name: str) -> signal.Signals:
     if isinstance(name, int):
         raise ValueError(
-            f"`signals` (={name!r}) must be names of signals, but this is a number. Set signals=['SIGTERM'], for "
-            "example."
+            f"`signals` contains {name!r}, but must contain the names of signals instead of numbers. Set "
+            "signals=['SIGTERM'], for example."
         )
     try:
         return signal.Signals[name]
     except KeyError:
         raise ValueError(
-            f"`signals` (={name}) must be names of signals of this operating system. Use SIGTERM or SIGUSR1, for "
+            f"`signals` contains {name}, which is not a signal on this operating system. Use SIGTERM or SIGUSR1, for "
             "example."
         ) from None
 
@@ -398,6 +398,9 @@ def queue_again() -> str:
         reason = str(error)
     else:
         if process.returncode == 0:
-            return f"SLURM job {job_id} is queued again"
+            return f"SLURM job {job_id} was requeued"
         reason = process.stderr.strip() or f"exit code {process.returncode}"
-    return f"SLURM job {job_id} could not be queued again by `{' '.join(command)}` ({reason}): submit it again yourself"
+    return (
+        f"SLURM job {job_id} could not be requeued by `{' '.join(command)}` ({reason}). Submit the job again "
+        "yourself."
+    )

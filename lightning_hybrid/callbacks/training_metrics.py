@@ -314,7 +314,7 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
 
 
 def _loss_of(outputs: Any) -> Tensor | None:
-    """Return the loss that a training step returned, or None if it returned none or several values.
+    """Return the loss from the output of a training step, or None if it does not contain a single number.
 
     With manual optimization, a step may return anything under the name "loss".
     """

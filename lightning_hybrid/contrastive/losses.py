@@ -37,7 +37,7 @@ _LARGEST_SCALE = 100.0
 
 
 class PairLoss(nn.Module):
-    """Base class of losses on two views, whose rows with the same index form matching pairs.
+    """Base class of losses on two views, in which rows with the same index form a matching pair.
 
     The views have shape `"pairs features"`. Every rank must call the loss, with the same number of
     pairs. The loss is computed in fp32, or in fp64 if the first view is fp64, even under

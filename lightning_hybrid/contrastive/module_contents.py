@@ -128,7 +128,7 @@ class RandomStreams:
 
     @contextmanager
     def at(self, states: list[Any]) -> Iterator[None]:
-        """Set all generators to earlier states within a context, and restore their states on exit."""
+        """Temporarily set all generators to earlier states, and restore their current states on exit."""
         current_states = self.states()
         self._restore(states)
         try:

@@ -114,14 +114,14 @@ def evaluation_share(loader: DataLoader[Any]) -> EvaluationShare | None:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Reason why a loader keeps its padding, and what to change to remove the padding."""
+    """Reason why a loader keeps its padding, with a change that would remove the padding."""
 
     reason: str
     cure: str
 
 
 def obstacle_of(loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-    """Return the reason why a loader must keep its repeated samples, or None if it need not.
+    """Return the reason why a loader must keep its repeated samples, or None if they can be omitted.
 
     Args:
         loader: Loader with a `DistributedSampler`.
@@ -277,7 +277,7 @@ class ExactEvaluationLoader:
             setattr(self._batches, name, value)
 
     def forget_recorded_form(self) -> None:
-        """Delete one form of the last batch from the indices that Lightning records in prediction."""
+        """Delete the indices of the padded or the unpadded last batch, because Lightning records both in prediction."""
         recorded = getattr(self.batch_sampler, "seen_batch_indices", None)
         if recorded:
             del recorded[self._share.num_batches - 1]

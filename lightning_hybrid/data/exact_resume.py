@@ -38,7 +38,7 @@ from lightning_hybrid.data.training_pass import TrainingPass
 from lightning_hybrid.lightning_names import lightning_function
 
 _LACKS_SAMPLER_STATE = (
-    "the checkpoint lacks the state of its sampler, because only one rank saved it, the number of ranks has changed, "
+    "the checkpoint lacks the state of the sampler, because only one rank saved it, the number of ranks has changed, "
     "or the last step was not finished"
 )
 _NO_BATCH_PER_LIST = "the loader does not return one batch for each index list of its sampler"
@@ -222,8 +222,8 @@ class ExactResume:
         if other_seed is not None and self.traits.other_seed(seeds) is None:
             saved_seed, seed = other_seed
             rank_zero_info(
-                f"The training loader continues in the order of the checkpoint, by its seed (={saved_seed}). The "
-                f"script's seed_everything({seed}) does not change that order."
+                f"The training loader continues in the order of the checkpoint, whose seed is {saved_seed}. The call "
+                f"seed_everything({seed}) in the script does not change that order."
             )
 
     def caveat(self) -> str:
@@ -342,7 +342,7 @@ class ExactResume:
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
 
     def _draw_to_end(self, state: Mapping[str, Any], place: Place) -> None:
-        """Advance samplers to the end of the saved epoch, by drawing the random numbers that are left.
+        """Advance samplers to the end of the saved epoch, by drawing the epoch's remaining random numbers.
 
         The checkpoint was saved after the last batch of the epoch, before the loop requested another batch.
         """
@@ -505,7 +505,7 @@ class ExactResume:
         if checksum != expected[1]:
             source = "data set" if self.is_stream else "sampler"
             raise self.error(
-                f"its {source} does not reproduce the samples before the checkpoint. {self._possible_seed()}The "
+                f"the {source} does not reproduce the samples before the checkpoint. {self._possible_seed()}The "
                 f"{source} may also have changed, or it may create its own random generators or count its iterations. "
                 f"Make the order depend on `set_epoch`, on a generator that the {source} holds, or on the global "
                 "generators"
@@ -531,8 +531,9 @@ class ExactResume:
         if other_seed is not None:
             saved_seed, seed = other_seed
             raise self.error(
-                f"its `DistributedSampler` has seed={seed}, but had seed={saved_seed} in the interrupted run. Call "
-                f"seed_everything({saved_seed}) before the loader is created, or set seed={saved_seed} in your sampler"
+                f"the `DistributedSampler` has seed={seed}, but had seed={saved_seed} in the interrupted run. Call "
+                f"seed_everything({saved_seed}) before the loader is created, or set seed={saved_seed} in your "
+                "sampler"
             )
 
     def compare_end_of_order(self) -> None:
@@ -573,9 +574,9 @@ class ExactResume:
         )
         if not is_over:
             raise RuntimeError(
-                f"The training loader (={type(self.loader).__name__}) must be read by only one training loop at a "
-                "time, but a second iteration began in the middle of an epoch, which would skip samples. Iterate "
-                "over `trainer.train_dataloader` instead of the `CombinedLoader` that holds the training loader."
+                f"A second iteration of the training loader ({type(self.loader).__name__}) began in the middle of an "
+                "epoch, which would skip samples. Iterate over `trainer.train_dataloader` instead of the "
+                "`CombinedLoader` that holds the training loader."
             )
 
     def _is_dealt_as(self, state: Mapping[str, Any]) -> bool:

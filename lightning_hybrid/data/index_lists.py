@@ -72,7 +72,7 @@ class SamplerTraits:
 
     @property
     def dealt(self) -> tuple[Any, ...] | None:
-        """Settings that determine the data order for any number of ranks, or None.
+        """Settings that determine the data order for any number of ranks, or None if there are none.
 
         The settings are the number of images, the seed and the options of the `DistributedSampler`. None means that the
         order depends on the number of ranks.

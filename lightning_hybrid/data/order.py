@@ -233,10 +233,10 @@ class ResumableLoader(ABC):
                 and (epoch, len(self)) != (self.epoch + 1, self.batches_done)
             ):
                 raise RuntimeError(
-                    f"`epoch` (={epoch}) must match the resumed position, which is {self.batches_done} of "
-                    f"{len(self)} batches of epoch {self.epoch}, because images would be skipped otherwise. With "
-                    "`max_steps`, Lightning counts an epoch twice. Pass the trainer to the loader: "
-                    f"{type(self).__name__}(..., trainer=trainer)."
+                    f"`epoch` (={epoch}) must match the resumed position (batch {self.batches_done} of {len(self)} in "
+                    f"epoch {self.epoch}), because images would be skipped otherwise. With `max_steps`, Lightning "
+                    f"counts an epoch twice. Pass the trainer to the loader: {type(self).__name__}(..., "
+                    "trainer=trainer)."
                 )
             self.epoch = epoch
             self.batches_done = 0
@@ -290,9 +290,9 @@ class ResumableLoader(ABC):
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
-                f"`{missing[0]}` must be in the checkpoint's state of the training loader, but the state contains "
-                f"only {sorted(state)}, because it was written by another loader or version. Use the training "
-                "loader and the version of the interrupted run."
+                f"`{missing[0]}` was not found in the checkpoint's state of the training loader, which contains only "
+                f"{sorted(state)}. The checkpoint was written by another loader or version. Use the training loader "
+                "and the version of the interrupted run."
             )
         self._refuse_other(
             state, self._SAME, "the resumed epoch would repeat some images and skip others"

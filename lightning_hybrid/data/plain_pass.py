@@ -115,7 +115,7 @@ def _below(dataset: Any) -> list[Any]:
 def _cannot_copy(loader: DataLoader[Any], name: str, error: Exception) -> str:
     kind = type(getattr(loader, name)).__name__
     return (
-        f"The training loader (={type(loader).__name__}) cannot be read outside of the training loop, because its "
-        f"`{name}` (={kind}) cannot be copied ({error}), but a second reader would change its state. Create another "
-        "loader for this purpose, or set exact_resume=False."
+        f"The training loader ({type(loader).__name__}) cannot be read outside of the training loop, because its "
+        f"`{name}` (of type {kind}) cannot be copied ({error}), and a second reader would change its state. Create "
+        "another loader for this purpose, or set exact_resume=False."
     )

@@ -1,4 +1,4 @@
-"""Attributes that a user's loader and the copy that training iterates over have in common."""
+"""Synchronization of attributes between a user's loader and the copy that training iterates over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MISSING = object()
 
 
 class SameAttributes:
-    """Keeper of equal attributes in a user's loader and in its copy.
+    """Synchronizer that keeps the attributes of a user's loader and of its copy equal.
 
     Under `ddp`, training iterates over the user's own object, so that changes by user code and by methods of the loader
     have an effect on both. Values that are changed in place need no keeper, because the copy is shallow.
@@ -78,7 +78,7 @@ def _changed_names(loader: DataLoader[Any], before: dict[str, Any]) -> set[str]:
 
 
 def _transfer(name: str, source: DataLoader[Any], target: DataLoader[Any]) -> None:
-    """Copy an attribute from one loader to the other, or delete it there if it was deleted."""
+    """Copy an attribute from one loader to the other, or delete the other's attribute if it was deleted."""
     values = vars(source)
     if name in values:
         # `DataLoader` does not allow setting some attributes.

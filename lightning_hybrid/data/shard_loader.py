@@ -57,7 +57,7 @@ class ShardLoader:
             source = _SourceOfUser(loader, reader)
         else:
             raise ValueError(
-                f"The order of the training loader (={_name_of(loader)}) must depend only on seed and epoch, because "
+                f"The order of the training loader ({_name_of(loader)}) must depend only on seed and epoch, because "
                 "an elastic run reassigns its batches when hosts join or fail. Use a loader of "
                 "`lightning_hybrid.data`, or a `DataLoader` without a custom batch sampler, with a "
                 "`DistributedSampler` or the sampler that Lightning sets."

@@ -38,7 +38,7 @@ class ShardedPlace(ExactResume):
         return
 
     def begin(self) -> Place:
-        """Determine, store and return the position at which the training loop begins to iterate.
+        """Return the position at which the training loop begins to iterate, and store it.
 
         Raises:
             NotExactError: The run would repeat or skip samples of the interrupted epoch.
@@ -52,9 +52,9 @@ class ShardedPlace(ExactResume):
             self._refuse_other_seed(state)
         if state is not None and place.batches and state["dealt"] != self.traits.dealt:
             raise self.error(
-                "its order (number of samples, seed, shuffle, drop_last of sampler and loader) is "
-                f"{self.traits.dealt}, but that of the checkpoint is {state['dealt']}. Use the data set, the sampler "
-                "and the seed of the checkpoint"
+                "the data order (number of samples, seed, shuffle, drop_last of sampler and loader) is "
+                f"{self.traits.dealt}, but was {state['dealt']} in the checkpoint. Use the data set, the sampler and "
+                "the seed of the checkpoint"
             )
         self.has_begun = True
         self.current = TrainingPass(place)

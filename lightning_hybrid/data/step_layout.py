@@ -90,8 +90,9 @@ class StepLayout:
         num_parts = self.world_size * self.accumulate_grad_batches
         batch_size, remainder = divmod(saved.images_per_step, num_parts)
         rule = (
-            f"`batch_size` (={self.batch_size}) times {self.world_size} ranks and {self.accumulate_grad_batches} "
-            f"batches must equal the {saved.images_per_step} samples per step of the checkpoint"
+            f"`batch_size` (={self.batch_size}) times {self.world_size} ranks times {self.accumulate_grad_batches} "
+            "accumulated batches must equal the number of samples per step in the checkpoint "
+            f"(={saved.images_per_step})"
         )
         if not remainder:
             return f"{rule}. Set batch_size={batch_size}"

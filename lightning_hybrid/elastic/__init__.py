@@ -1,1 +1,1 @@
-"""Elastic training: a run continues when a host is lost, and hosts can join it at any time."""
+"""Elastic training, in which a run continues when a host is lost, and hosts can join at any time."""

@@ -140,7 +140,7 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """True as long as newly created data loaders are training loaders, until hosts connect.
+        """True until the hosts connect, while newly created data loaders are training loaders.
 
         Loaders that are created later belong to callbacks.
         """
@@ -225,7 +225,7 @@ class ElasticFit:
         self._strategy._loaders.seed = self._views.seed
 
     def _prepare_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Create the gradient buckets, the copy of module buffers and the logs of the epoch."""
+        """Create the gradient buckets, copies of the module's buffers and the logs of the epoch."""
         window = self._strategy.run_status.window
         opened = nullcontext()
         if window is not None:
@@ -275,8 +275,9 @@ class ElasticFit:
             num_loaders = len(combined.flattened)
         if num_loaders > 1:
             raise ValueError(
-                f"`train_dataloaders` (={num_loaders} loaders) must be a single loader in an elastic run, because its "
-                "batches are divided among the current hosts. Combine the data sets, for example in a `ConcatDataset`."
+                f"`train_dataloaders` contains {num_loaders} loaders, but an elastic run needs a single one, because "
+                "its batches are divided among the current hosts. Combine the data sets, for example in a "
+                "`ConcatDataset`."
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
@@ -426,8 +427,8 @@ class ElasticFit:
         finally:
             self._logs = None
         raise RuntimeError(
-            f"elastic: step {views.committed} failed after {MOST_VIEWS} attempts, because the hosts changed during "
-            f"each attempt: {views.ended}. Check the network between the hosts, and restart the run."
+            f"elastic: step {views.committed} failed in {MOST_VIEWS} attempts, because the hosts changed during each "
+            f"of them (last reason: {views.ended}). Check the network between the hosts, and restart the run."
         )
 
     def _is_whole(self, views: Views) -> bool:

@@ -50,7 +50,7 @@ class HeldLoggers:
         self._is_closed = True
 
     def let_lightning_open(self) -> None:
-        """Restore the rank in `rank_zero_only`, which was changed so that Lightning opens no loggers.
+        """Restore the rank in `rank_zero_only`, so that Lightning can open loggers again.
 
         The strategy calls this method at Lightning's first barrier, which follows the code that opens loggers.
         """
@@ -71,7 +71,7 @@ class HeldLoggers:
             call()
 
     def meet(self, *, is_first: bool) -> None:
-        """Record that a new membership view has begun, and whether this rank is its rank zero.
+        """Record that a new membership view has begun, and whether this rank is rank zero in the view.
 
         In the first view, rank zero immediately writes all delayed output. A rank that becomes rank zero later does so
         after its next step.

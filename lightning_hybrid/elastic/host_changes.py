@@ -1,4 +1,4 @@
-"""Handling of hosts that join or are lost, with new process groups and transfer of training state."""
+"""Handling of hosts that join or are lost, including new process groups and transfer of training state."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Views:
             self.close()
         raise RuntimeError(
             f"elastic: the hosts could not all-reduce step {self.committed} in {MOST_VIEWS} attempts, although no "
-            f"host failed: {self.ended}"
+            f"host failed ({self.ended}). Check the network between the hosts, and restart the run."
         ) from self.cause
 
     def _begin_view_change(self) -> None:
@@ -241,7 +241,7 @@ class Views:
         Each waiting host logs the warning itself, because global rank zero may not be waiting.
         """
         if self.topology.local_rank == 0:
-            log.warning("elastic: waited for %.0f s: %s", waited_s, awaited)
+            log.warning("elastic: this host has been waiting for %.0f s for %s", waited_s, awaited)
 
     def _warn_of_ended_hosts(self, view: View) -> None:
         """Warn about hosts that have finished training normally while this host is still training.

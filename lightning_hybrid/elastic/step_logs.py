@@ -23,7 +23,7 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 class StepMetric(NamedTuple):
-    """Torchmetrics metric, with the names of the states that are sums and of its other states."""
+    """Torchmetrics metric, with the names of its summed states and of its other states."""
 
     name: str
     metric: Any
@@ -157,7 +157,7 @@ class EpochLogs:
 
 
 class StepLogs:
-    """Snapshot of logged values before a step, for rollback, and the values logged by each data shard.
+    """Values that each data shard logs in a step, with a snapshot of the values before the step for rollback.
 
     Args:
         results: Values that Lightning has collected in the epoch.

@@ -147,7 +147,10 @@ class HybridElastic(HybridAllReduce):
                 f"newer, but this rank trains on {device} with torch {torch.__version__}. Use "
                 "strategy='hybrid_allreduce'."
             )
-        rank_zero_warn(f"`strategy` (={ELASTIC_NAME!r}) has not been run on a GPU yet.")
+        rank_zero_warn(
+            f"`strategy` (={ELASTIC_NAME!r}) has not been tested on GPUs yet. Check the results of this run "
+            "carefully."
+        )
 
     def _share_of_data(self) -> dict[str, Any]:
         """Return the `DistributedSampler` arguments of this rank for a run on `max_hosts` hosts.

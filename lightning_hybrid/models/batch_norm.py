@@ -11,7 +11,7 @@ from lightning_hybrid.checks import require_whole
 
 
 def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> float:
-    """Compute the BatchNorm momentum for which k updates decay statistics as much as one update.
+    """Compute the BatchNorm momentum with which k updates decay the running statistics as much as one update.
 
         m' = 1 - (1 - m)^(1/k)          (1 - m')^k = 1 - m
 
@@ -41,7 +41,7 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
 
 
 def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int:
-    """Correct the momentum of BatchNorm layers in place for steps with several micro-batches.
+    """Correct the momentum of BatchNorm layers, in place, for steps with several micro-batches.
 
     BatchNorm updates its running statistics r in every forward pass, which is k times per step with k micro-batches:
 

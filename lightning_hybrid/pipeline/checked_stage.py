@@ -194,7 +194,7 @@ class CheckedStage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
-        """Run the stage's forward pass, and set aside outputs without gradient, which are sent separately."""
+        """Run the stage's forward pass, and set aside outputs without gradient, because they are sent separately."""
         if not self.is_first:
             with_gradient = iter(args)
             without_gradient = iter(self._received.pop(self._microbatch))
@@ -307,7 +307,7 @@ class CheckedStage(PipelineStage):
     def _ops(
         self, op: Any, tensors: Sequence[Tensor], boundaries: Sequence[Boundary], stage: int
     ) -> list[dist.P2POp]:
-        """Return one point-to-point operation per tensor, which sends it to or receives it from another stage."""
+        """Return one point-to-point send or receive operation for each tensor."""
         group = self._setting.group
         peer = dist.get_global_rank(group, self.stage_index_to_group_rank[stage])
         ops = []

@@ -1,4 +1,4 @@
-"""Distribution of the user's network across pipeline ranks, and its restoration after the run."""
+"""Distribution of the user's network across pipeline ranks, and restoration of the network after the run."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ def example_hidden(module: Any) -> Iterator[None]:
         module.example_input_array = None
     except AttributeError:
         raise ValueError(
-            f"`example_input_array` (a property of {type(module).__name__}) must have a setter, because a pipeline "
-            "must hide it during a run to prevent Lightning's model summary from running the whole network on one "
+            f"`example_input_array` is a property of {type(module).__name__} without a setter, but a pipeline must "
+            "set it to None during a run, so that Lightning's model summary does not run the whole network on one "
             "rank. Assign `example_input_array` in `__init__` instead."
         ) from None
     try:
@@ -257,7 +257,7 @@ def _tensors_of(blocks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _whole_values(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy a block's tensors to host memory, with the full tensors of tensor-parallel layers."""
+    """Copy a block's tensors to host memory, using the full tensors of tensor-parallel layers."""
     # While a tensor-parallel layer is whole, an attribute of its module hides the parameter of the
     # same name.
     whole_tensors: dict[int, Tensor] = {}

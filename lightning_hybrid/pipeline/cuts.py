@@ -247,16 +247,16 @@ def _cumulative(values: Sequence[float]) -> list[float]:
 def _check_length(name: str, values: Sequence[float], length: int, items: str) -> None:
     if len(values) != length:
         raise ValueError(
-            f"`{name}` (={len(values)} numbers) must contain one number for each of the {length} {items}. Add or "
-            "remove numbers."
+            f"`{name}` has length {len(values)}, but must contain one number for each of the {length} {items}. Pass "
+            f"a list of {length} numbers."
         )
 
 
 def _check_finite(name: str, values: Sequence[float]) -> None:
     if not all(0 <= value < math.inf for value in values):
         raise ValueError(
-            f"`{name}` (={list(values)!r:.80}) must contain only finite numbers that are not "
-            "negative."
+            f"`{name}` (={list(values)!r:.80}) contains a number that is negative, infinite or nan. Pass only finite "
+            "numbers of 0 or more."
         )
 
 

@@ -54,7 +54,7 @@ def loss_of_whole(
     try:
         with whole_network:
             if any(_is_compiled(submodule) for submodule in net.modules()):
-                return "its blocks are compiled"
+                return "the blocks of the network are compiled"
 
             with put_back(module):
                 with put_back(net):
@@ -71,7 +71,9 @@ def loss_of_whole(
 
     if is_close(loss, repeated_loss, eps):
         return math.nan
-    return f"it is {loss:g} and then {repeated_loss:g} for the same micro-batch"
+    return (
+        f"the whole network's loss is {loss:g} and then {repeated_loss:g} for the same micro-batch"
+    )
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -100,11 +102,10 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
             hooked.append(name)
     hooked_names = ", ".join(hooked[:4]) or "none"
     raise ValueError(
-        f"The loss of the first micro-batch in stages (={stage_loss:g}) must equal the loss of `training_step` with "
-        f"the whole network (={whole_loss:g}). If `forward` computes something outside its blocks, move it into a "
-        f"block. If a block or a forward hook (some are on {hooked_names}) stores a tensor for the loss, return the "
-        "tensor from the last block. If ranks augment images differently, seed the augmentation by the index of the "
-        "sample."
+        f"The loss of the first micro-batch is {stage_loss:g} in the pipeline, but {whole_loss:g} with the whole "
+        "network. If `forward` computes something outside its blocks, move it into a block. If a block or a forward "
+        f"hook (modules with hooks: {hooked_names}) stores a tensor for the loss, return the tensor from the last "
+        "block. If ranks augment images differently, seed the augmentation by the index of the sample."
     )
 
 

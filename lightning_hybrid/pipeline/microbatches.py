@@ -52,8 +52,8 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     except _InputFound as call:
         return call.tensors
     raise ValueError(
-        "`training_step` must call the network that `of` names, but it did not. Set `of` to the name of the network "
-        "that it calls."
+        "`training_step` must call the network that `of` names, but did not call it. Set `of` to the name of the "
+        "network that `training_step` calls."
     )
 
 
@@ -71,9 +71,9 @@ def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
         arguments = [type(value).__name__ for value in tensors]
         arguments += kwargs
         raise ValueError(
-            "The network that `of` names must be called with positional tensors only, because they are passed to "
-            f"its first block, but the arguments were: {', '.join(arguments)}. Pass tensors by position, and store "
-            "other values as attributes of the network."
+            "The network that `of` names must be called with positional tensors only, because they are passed to its "
+            f"first block, but was called with these arguments: {', '.join(arguments)}. Pass tensors by position, and "
+            "store other values as attributes of the network."
         )
     return tuple(tensors)
 
@@ -125,7 +125,7 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 
 
 def rows_if_known(batch: Any) -> int | None:
-    """Return the number of rows of a batch, or None if it cannot be counted, as in a batch that is not split."""
+    """Return the number of rows of a batch, or None if the rows cannot be counted."""
     try:
         return count_rows(batch)
     except ValueError:
@@ -221,7 +221,7 @@ def random_state(
 
 
 def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
-    """Return whether the torch, Python and NumPy generators are unused since they were seeded."""
+    """Return whether the torch, Python and NumPy generators are still unused after seeding."""
     for generator in generators:
         fresh_state = torch.Generator(generator.device).manual_seed(seed).get_state()
         if not torch.equal(generator.get_state(), fresh_state):

@@ -54,7 +54,8 @@ otherwise. Set num_microbatches=16, with which ranks are idle for 16 % of a step
     _check_num_microbatches(num_microbatches, num_stages, schedule)
     if not isinstance(of, str):
         raise ValueError(
-            f"`of` (={of!r}) must be the name of the network in the module. Set of='net', for example."
+            f"`of` (={of!r}) must be the name of the attribute of the module that holds the network. Set of='net', "
+            "for example."
         )
     if isinstance(cuts, BlockProfile):
         _check_profile(cuts, schedule)
@@ -73,7 +74,7 @@ def _check_schedule(schedule: str) -> None:
     else:
         advice = 'Use schedule="1f1b", which needs the least memory.'
     raise ValueError(
-        f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {advice}"
+        f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}. {advice}"
     )
 
 
@@ -103,8 +104,8 @@ def _check_num_microbatches(num_microbatches: int, num_stages: int, schedule: st
 def _check_profile(profile: BlockProfile, schedule: str) -> None:
     if STAGES_PER_RANK[schedule] > 1 and profile.most_bytes != math.inf:
         raise ValueError(
-            f"`cuts.most_bytes` (={profile.most_bytes:g}) must be left out with schedule={schedule!r}, because it "
-            'limits one stage, but each rank has two stages in this schedule. Set schedule="1f1b", or leave '
+            f"`cuts.most_bytes` (={profile.most_bytes:g}) cannot be used with schedule={schedule!r}, because it "
+            "limits one stage, but each rank has two stages in this schedule. Set schedule='1f1b', or leave "
             "`cuts.most_bytes` out."
         )
 
@@ -117,16 +118,16 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
     is_ascending = are_places and list(cuts) == sorted(set(cuts))
     if not is_ascending or len(cuts) != total - 1:
         raise ValueError(
-            f"`cuts` (={cuts!r}) must be block indices in ascending order, {total - 1} in all: one for the first "
-            f"block of each stage except the first ({num_stages} ranks have {total} stages). Leave `cuts` out to "
-            "balance the stages."
+            f"`cuts` (={cuts!r}) must contain the index of the first block of each stage except the first, in "
+            f"ascending order ({total - 1} in all, because {num_stages} ranks have {total} stages). Leave `cuts` out "
+            "to balance the stages."
         )
 
 
 def check_ranks(
     *, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False
 ) -> None:
-    """Raise if the ranks cannot be divided into pipelines, or the schedule cannot run on them.
+    """Raise if the ranks cannot be divided into pipelines, or if they cannot run the schedule.
 
     Args:
         num_stages: Number of ranks of a pipeline.
@@ -140,9 +141,9 @@ def check_ranks(
     """
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
-            f"`schedule` (={schedule!r}) requires a single pipeline (here {num_stages} of {world_size} ranks) without "
-            "`checkpoint_activations`, because torch adds weight gradients to `.grad` directly, where "
-            "DistributedDataParallel does not see them. Set schedule='interleaved'."
+            f"`schedule` (={schedule!r}) cannot be used with several pipelines (here, each has {num_stages} of "
+            f"{world_size} ranks) or with `checkpoint_activations`, because torch adds weight gradients to `.grad` "
+            "directly, where DistributedDataParallel does not see them. Set schedule='interleaved'."
         )
     if world_size % num_stages:
         raise ValueError(
@@ -155,7 +156,7 @@ def check_ranks(
 def refuse_in_pipeline(
     trainer: Any, module: Any, precision: Any, *, is_setup: bool = False
 ) -> None:
-    """Raise if trainer, module, precision or optimizers use an option that pipelines do not support.
+    """Raise if the trainer, the module, the precision or an optimizer uses an option that pipelines do not support.
 
     Args:
         trainer: The trainer.
@@ -207,13 +208,13 @@ def warn_of_last_batch(trainer: Any, num_microbatches: int) -> None:
         num_last = _num_last_samples(loader, trainer.num_training_batches)
         if num_last % num_microbatches:
             rank_zero_warn(
-                f"The last batch of an epoch has {num_last} samples, which are not a multiple of `num_microbatches` "
+                f"The last batch of an epoch has {num_last} samples, which is not a multiple of `num_microbatches` "
                 f"(={num_microbatches}), so training will stop there with an error. Set drop_last=True in the loader."
             )
 
 
 def _num_last_samples(loader: Any, num_batches: float) -> int:
-    """Return the number of samples of a smaller last batch, or 0 if there is none or if it is unknown."""
+    """Return the number of samples in an incomplete last batch, or 0 if there is none or its size is unknown."""
     # Exact resume replaces the batch sampler of its loader.
     resume = getattr(loader, "exact_resume", None)
     batch_sampler = getattr(getattr(resume, "user_loader", loader), "batch_sampler", None)
@@ -250,9 +251,8 @@ def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:
     difference = differing(settings_by_rank)
     if difference:
         raise ValueError(
-            f"The plan of a pipeline must be the same on all ranks: {difference}. Otherwise stages would send "
-            "messages that other stages do not expect. Use the same `strategy` options and the same network on every "
-            "rank."
+            f"The ranks have different networks or pipeline options: {difference}. Their stages would send messages "
+            "that other stages do not expect. Use the same `strategy` options and the same network on every rank."
         )
 
 
@@ -275,9 +275,9 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
         blocks = list(net)
     else:
         raise ValueError(
-            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns its modules "
-            f"in order, where each module takes the output of the previous one. {type(net).__name__} has neither. "
-            "Define the method `pipeline_blocks()`."
+            f"`of` (={of!r}) must name an nn.Sequential, or a module with a method `pipeline_blocks()` that returns "
+            f"its modules in order, where each module takes the output of the previous one. {type(net).__name__} is "
+            "neither. Define the method `pipeline_blocks()`."
         )
 
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -305,8 +305,8 @@ def _network_of(module: nn.Module, of: str) -> Any:
         ) from None
     if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
         raise ValueError(
-            f"`of` (={of!r}) must not be compiled as a whole, because its stages run separately. Compile the blocks "
-            "instead, or leave torch.compile out."
+            f"`of` (={of!r}) names a network that is compiled as a whole, but its stages run separately. Compile the "
+            "blocks instead, or leave torch.compile out."
         )
     return net
 
@@ -348,9 +348,8 @@ def cut_places(
     if isinstance(cuts, BlockProfile):
         if len(cuts.seconds) != num_blocks:
             raise ValueError(
-                f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the "
-                f"{num_blocks} blocks of the network. Measure the blocks with "
-                "BlockProfile.measured(blocks, example)."
+                f"`cuts` is a profile of {len(cuts.seconds)} blocks, but the network has {num_blocks} blocks. Measure "
+                "the blocks with BlockProfile.measured(blocks, example)."
             )
         places = _places_by_profile(cuts, num_stages, num_microbatches, schedule)
     elif cuts is None:
@@ -359,8 +358,8 @@ def cut_places(
         places = list(cuts)
         if places and places[-1] >= num_blocks:
             raise ValueError(
-                f"`cuts` (={places}) must be below the number of blocks (={num_blocks}), because the last "
-                "stage would be empty otherwise. Leave `cuts` out to balance the stages."
+                f"`cuts` (={places}) contains an index that is not below the number of blocks (={num_blocks}), so the "
+                "last stage would be empty. Leave `cuts` out to balance the stages."
             )
     return [0, *places, num_blocks]
 

@@ -1,4 +1,4 @@
-"""Rank layout and process groups of a pipeline, and parameters that other ranks hold or share."""
+"""Rank layout and process groups of a pipeline, and handling of parameters that other ranks hold or share."""
 
 from __future__ import annotations
 
@@ -172,9 +172,9 @@ class TiedWeights:
             positions = tuple(sorted(stage % ranks.num_ranks for stage in its_stages))
             if len(set(positions)) < len(positions):
                 raise ValueError(
-                    f"A parameter (`{names[parameter]}`, of shape {tuple(parameter.shape)}) must not be in several "
-                    "stages of one rank, because gradients are averaged for each stage separately, but it is in "
-                    f'stages {its_stages}. Change `cuts`, or set schedule="1f1b", which has one stage per rank.'
+                    f"The parameter `{names[parameter]}` (of shape {tuple(parameter.shape)}) is in the stages "
+                    f"{its_stages} of one rank, but cannot be in several of them, because gradients are averaged for "
+                    "each stage separately. Change `cuts`, or set schedule='1f1b', which has one stage per rank."
                 )
             if len(positions) == 1 or not parameter.requires_grad:
                 continue
@@ -202,7 +202,7 @@ class TiedWeights:
 
 
 def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list[tuple[int, ...]]:
-    """Divide the ranks of each pipeline into one set for `positions` and one set per remaining rank."""
+    """Divide the ranks of each pipeline into one set of the ranks at `positions` and one set for each other rank."""
     rank_sets = []
     for peers in ranks.pipelines:
         rank_sets.append(tuple(peers[position] for position in positions))

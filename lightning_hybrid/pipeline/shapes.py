@@ -1,4 +1,4 @@
-"""Shape, dtype and memory layout of the tensors between stages, found with fake tensors.
+"""Shapes, dtypes and memory layouts of tensors that stages exchange, determined with fake tensors.
 
 Fake tensors take no memory, do no arithmetic and send no messages. Shapes must be known before
 the first message, for these reasons:
@@ -99,9 +99,8 @@ def check_shapes(boundaries: Sequence[Boundary], value: object, subject: str) ->
             actual.append(type(argument))
     if actual != agreed:
         raise RuntimeError(
-            f"The shapes and dtypes of {subject} (={actual}) must equal those of the fake tensors in the dry run "
-            f"(={agreed}), because the next rank would misread the message otherwise. Return outputs whose shapes do "
-            "not depend on tensor values."
+            f"The shapes and dtypes of {subject} are {actual}, but were {agreed} in the dry run with fake tensors, so "
+            "the next rank would misread the message. Return outputs whose shapes do not depend on tensor values."
         )
 
 
@@ -130,7 +129,7 @@ def boundary_of(tensor: Tensor) -> Boundary:
 def output_of(
     blocks: Sequence[nn.Module], inputs: Sequence[Boundary], device: torch.device
 ) -> Boundaries:
-    """Return the shapes, dtypes and layouts of the outputs of `blocks`, found with fake tensors.
+    """Return the shapes, dtypes and layouts of the outputs of `blocks`, determined with fake tensors.
 
     The current autocast and gradient modes apply.
 
@@ -193,8 +192,8 @@ def _fake_output(
         kinds = ", ".join(type(output).__name__ for output in outputs)
         raise ValueError(
             f"Block {type(block).__name__} returned {kinds}, but must return a floating-point tensor, or a tuple of "
-            "tensors of which at least one is floating-point. They become the arguments of the next block. Store "
-            "other values as attributes."
+            "tensors of which at least one is floating-point, because the output becomes the arguments of the next "
+            "block. Store other values as attributes."
         )
     return outputs
 

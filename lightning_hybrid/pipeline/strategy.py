@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class HybridPipeline(DataRanksMixin):
-    """Pipeline-parallel strategy that runs the network in stages, with an unchanged `training_step`.
+    """Pipeline-parallel strategy that runs a network in stages, without changes to the user's `training_step`.
 
         number of ranks = num_stages * (number of data-parallel ranks)
         batch size of a data-parallel rank = num_microbatches * (size of a micro-batch)

@@ -1,4 +1,4 @@
-"""Training step of a pipeline, which runs `training_step` on micro-batches through all stages."""
+"""Training step of a pipeline, which passes micro-batches through all stages and the user's `training_step`."""
 
 from __future__ import annotations
 
@@ -162,9 +162,9 @@ class TrainingStep:
         num_parts = self._stages.num_microbatches
         if not self._stages.are_outputs_joined((shapes_digest, "training"), boundaries, num_parts):
             raise ValueError(
-                f"The network's output (of shape {boundaries[-1][0].shape} for a micro-batch) must have the samples "
-                "in its first dimension, because the outputs of micro-batches are joined by rows, so logged values "
-                "would cover other rows than training otherwise. Transpose the output in the last block."
+                f"The network's output (of shape {boundaries[-1][0].shape} for a micro-batch) must have one row per "
+                "sample in its first dimension, because the outputs of all micro-batches are concatenated along it "
+                "before values are logged. Transpose the output in the last block."
             )
 
     def _schedule_context(self) -> AbstractContextManager[Tensor | None]:
@@ -288,7 +288,7 @@ class TrainingStep:
     # ---- comparison of the first loss ----------------------------------------------------------
 
     def _loss_in_one_piece(self) -> float | str:
-        """Compute the first micro-batch's loss with the whole network, or return the reason if this fails.
+        """Return the first micro-batch's loss, computed with the whole network, or the reason why it is unknown.
 
         Only the first rank's value is meaningful. Collective: every rank of the pipeline must call
         it.
@@ -334,8 +334,7 @@ class TrainingStep:
         whole_loss = losses[0].whole
         if isinstance(whole_loss, str):
             rank_zero_info(
-                "pipeline: the loss in stages was not compared with that of the whole network: "
-                f"{whole_loss}"
+                f"pipeline: the loss in stages was not compared with the loss of the whole network ({whole_loss})"
             )
         else:
             check_loss(whole_loss, losses[-1].in_stages, net=self._stages.net, eps=self._eps)
@@ -406,9 +405,9 @@ class TrainingStep:
         if net_input.dim() == 0 or net_input.shape[0] != self._num_rows:
             raise ValueError(
                 f"The network's input for a whole batch (of shape {tuple(net_input.shape)}) must have as many rows as "
-                f"all of its micro-batches together (= {self._num_rows}), because logged values would cover other "
-                "rows than training otherwise. Compute the rows that `training_step` passes to the network from the "
-                "rows of the batch."
+                f"all of its micro-batches together (= {self._num_rows}), because values would otherwise be logged "
+                "for other rows than those used in training. Compute the rows that `training_step` passes to the "
+                "network from the rows of the batch."
             )
 
     def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:

@@ -13,7 +13,7 @@ from lightning_hybrid.precision.optimizer_protocol import parameters_of, tempora
 def clip_as_user(
     module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> None:
-    """Call the module's own `configure_gradient_clipping`, and check how it changes gradients.
+    """Call the module's own `configure_gradient_clipping`, and check that it clips only with `self.clip_gradients`.
 
     Args:
         module: The LightningModule.

@@ -157,7 +157,7 @@ class StateDictGuard:
 
 
 def _module_state_keys(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the checkpoint keys that hold the module's state or an average of it.
+    """Return the checkpoint keys under which the module's state or an averaged copy of it is saved.
 
     Callbacks save averages of the module under their own keys.
     """

@@ -55,7 +55,7 @@ def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
     assert tensors["weight", "large.bias"].above == 1
     assert ("weight", "norm.weight") not in tensors  # it stays fp32
     shares = "weight small.weight: 100.0% below 6e-8, 100.0% below 6e-5, 0.0% above 65,504"
-    assert f"{shares}: the fp32 weights hold them" in str(report)
+    assert f"{shares}. Remedy: the fp32 weights keep these values" in str(report)
 
 
 def test_small_gradients_get_the_loss_scale_that_holds_them_and_large_ones_none():
@@ -63,7 +63,7 @@ def test_small_gradients_get_the_loss_scale_that_holds_them_and_large_ones_none(
     report, tensors = report_on(Known(factor=1e-7))
     gradient = tensors[name]
     assert (gradient.below_subnormal, gradient.below_normal) == (0, 1)  # 1e-7, below 6e-5
-    assert gradient.remedy == f"a loss scale: loss_scale='dynamic', or {report.loss_scale:g}"
+    assert gradient.remedy == f"set loss_scale='dynamic' or loss_scale={report.loss_scale:g}"
     assert report.loss_scale == 2**24
     report, tensors = report_on(Known(factor=2.0**15))
     assert report.loss_scale == 1

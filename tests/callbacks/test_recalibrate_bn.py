@@ -311,7 +311,7 @@ class ForwardOfImages(OfTwoLoaders):
 def test_a_forward_that_takes_a_part_of_the_batch_is_told_the_option():
     scene = {"val": toy.loader, "callbacks": [partial(RecalibrateBatchNorm, 32)], "raises": True}
     error = fit(module=ForwardOfImages, train=None, **scene).error
-    assert "`RecalibrateBatchNorm` called `forward` with a whole batch (=dict)" in error
+    assert "`RecalibrateBatchNorm` called `forward` with a whole batch, which is a dict" in error
     assert "RecalibrateBatchNorm(forward=" in error
 
 

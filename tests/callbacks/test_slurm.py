@@ -143,7 +143,7 @@ def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then,
     else:
         monkeypatch.setenv("PATH", f"{with_scontrol(tmp_path, then)}/bin", prepend=":")
     with pytest.raises(AssertionError, match=reason):
-        assert stop_on_signal.queue_again() == "SLURM job 17 is queued again"
+        assert stop_on_signal.queue_again() == "SLURM job 17 was requeued"
     assert "`scontrol requeue 17`" in stop_on_signal.queue_again()
 
 

@@ -262,7 +262,7 @@ def test_a_step_of_several_batches_is_made_to_its_end(two_ranks, tmp_path):
 
 
 def test_a_signal_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"`signals` \(=SIGNONE\) must be names of signals"):
+    with pytest.raises(ValueError, match="`signals` contains SIGNONE, which is not a signal"):
         StopOnSignal(signals=["SIGNONE"])
 
 
@@ -274,7 +274,7 @@ def test_a_single_name_of_a_signal_needs_no_list():
     ("number", "text"), [(15, "15"), (signal.SIGTERM, "<Signals.SIGTERM: 15>")]
 )
 def test_the_number_of_a_signal_is_refused_in_favour_of_its_name(number, text):
-    words = rf"`signals` \(={text}\) must be names of signals, but this is a number. Set signals="
+    words = rf"`signals` contains {text}, but must contain the names of signals instead of numbers. Set signals="
     with pytest.raises(ValueError, match=words):
         StopOnSignal(signals=[number])
 

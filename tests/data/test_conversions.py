@@ -231,11 +231,13 @@ def _fit_with(
     [
         (
             Layout(2, 1, 2),
-            "times 2 ranks and 1 batches must equal the 8 samples per step of the checkpoint. Set batch_size=4.",
+            "times 2 ranks times 1 accumulated batches must equal the number of samples per step in the "
+            "checkpoint (=8). Set batch_size=4.",
         ),
         (
             Layout(1, 2, 8),
-            "times 1 ranks and 2 batches must equal the 8 samples per step of the checkpoint. Set batch_size=4.",
+            "times 1 ranks times 2 accumulated batches must equal the number of samples per step in the "
+            "checkpoint (=8). Set batch_size=4.",
         ),
         (
             Layout(3, 1, 2),

@@ -121,8 +121,8 @@ def test_another_number_of_ranks_reads_the_remaining_images_of_each_step(rank_po
     assert steps(on_one_rank) == steps(whole)[3:]
     (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
     assert (
-        "`batch_size` (=2) times 1 ranks and 1 batches must equal the 4 samples per step of the checkpoint. "
-        "Set batch_size=4." in refused
+        "`batch_size` (=2) times 1 ranks times 1 accumulated batches must equal the number of samples "
+        "per step in the checkpoint (=4). Set batch_size=4." in refused
     )
 
 
@@ -336,7 +336,7 @@ def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
     """The checksum covers all batches before the checkpoint."""
     swapped = [1, 0, *range(2, 32)]
     (error,) = one_rank.run(with_other_order, str(tmp_path), swapped)
-    assert "its sampler does not reproduce the samples before the checkpoint" in error
+    assert "the sampler does not reproduce the samples before the checkpoint" in error
     assert one_rank.run(with_other_order, str(tmp_path), list(range(32))) == [""]
 
 
@@ -369,7 +369,7 @@ def test_a_stream_that_ends_before_the_checkpoint_is_refused(tmp_path):
     loader = DataLoader(Numbers(32), batch_size=8)
     trainer = toy.trainer(max_epochs=1)
     error = toy.error_of(trainer.fit, toy.Toy(), loader, ckpt_path=tmp_path / "6.ckpt")
-    assert "its data set does not reproduce the samples before the checkpoint" in error
+    assert "the data set does not reproduce the samples before the checkpoint" in error
 
 
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
@@ -395,7 +395,7 @@ def test_the_stream_of_a_sampler_of_other_ranks_is_not_taken(rank_pool, tmp_path
     assert rank_pool.ranks(2).run(own_stream, str(tmp_path), None) == [[], []]
     assert rank_pool.ranks(2).run(own_stream, str(tmp_path), 0) == [[], []]
     (messages,) = rank_pool.ranks(1).run(own_stream, str(tmp_path), 0, 8)
-    assert "the checkpoint lacks the state of its sampler" in messages[0]
+    assert "the checkpoint lacks the state of the sampler" in messages[0]
 
 
 def fails(trainer: pl.Trainer, *args: Any) -> None:

@@ -124,7 +124,7 @@ def batch_of_two_ranks(global_batch_size):
         (lambda: resumed_from({"num_images": 104}), r"^`num_images` \(="),
         (
             lambda: loader().load_state_dict({"epoch": 1, "batches_done": 3}),
-            r"^`\w+` must be in the checkpoint's state",
+            r"^`\w+` was not found in the checkpoint's state",
         ),
     ],
 )

@@ -225,7 +225,10 @@ def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
         ),
         ({"ranks_per_node": 1}, "`ranks_per_node` (=1)"),
         ({"exact_resume": False}, "`exact_resume` (=False)"),
-        ({"train": lambda: {"a": shuffled(), "b": shuffled()}}, "`train_dataloaders` (=2 loaders)"),
+        (
+            {"train": lambda: {"a": shuffled(), "b": shuffled()}},
+            "`train_dataloaders` contains 2 loaders",
+        ),
         (
             {
                 "train": lambda: DataLoader(

@@ -127,11 +127,11 @@ def test_a_profile_is_measured_block_by_block_and_leaves_the_network_unchanged()
         (([1.0], [0.0], 2), r"`num_stages` \(=2\) must not exceed the number of blocks \(1\)"),
         (
             ([1.0, 1.0], [0.0], 1),
-            r"`bytes_` \(=1 numbers\) must contain one number for each of the 2 blocks",
+            r"`bytes_` has length 1, but must contain one number for each of the 2 blocks",
         ),
         (
             ([1.0, math.nan], [0.0, 0.0], 1),
-            r"`seconds` .* must contain only finite numbers that are not negative",
+            r"`seconds` .* contains a number that is negative, infinite or nan",
         ),
         (([1.0], [0.0], 0), r"`num_stages` \(=0\) must be a whole number, 1 or more"),
     ],

@@ -36,7 +36,10 @@ from tests.scenes import at, fit, play
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved, zero_bubble"),
         ({"num_stages": 1}, "a pipeline with one stage is plain data parallelism"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
-        ({"cuts": [3, 3]}, "must be block indices in ascending order, 1 in all"),
+        (
+            {"cuts": [3, 3]},
+            "must contain the index of the first block of each stage except the first",
+        ),
         (
             {"schedule": "interleaved", "cuts": BlockProfile(seconds=[1], most_bytes=8)},
             "limits one stage",
@@ -72,12 +75,12 @@ class WithForward(nn.Sequential):
     ("module", "words"),
     [
         (lambda: Module(body=nn.Linear(1, 1)), "one of its modules with parameters: body"),
-        (lambda: Module(net=WithForward(nn.Linear(1, 1))), "must be an nn.Sequential"),
+        (lambda: Module(net=WithForward(nn.Linear(1, 1))), "must name an nn.Sequential"),
         (
             lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)),
             "Parameters `head.weight`",
         ),
-        (compiled, "must not be compiled as a whole"),
+        (compiled, "names a network that is compiled as a whole"),
     ],
 )
 def test_networks_that_cannot_be_cut_are_refused(module, words):
@@ -95,7 +98,7 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
         ),
         (
             lambda: check_ranks(num_stages=2, world_size=4, schedule="zero_bubble"),
-            "requires a single pipeline",
+            "cannot be used with several pipelines",
         ),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
         (
@@ -353,7 +356,10 @@ class EndsWith(toy.Toy):
 @pytest.mark.parametrize(
     ("last_block", "words"),
     [
-        (Swaps, "(of shape (12, 8, 3) for a micro-batch) must have the samples in its first dim"),
+        (
+            Swaps,
+            "(of shape (12, 8, 3) for a micro-batch) must have one row per sample in its first dim",
+        ),
         (Loses, "but returned a single number. To compute the loss in the last block, return the"),
     ],
 )

@@ -203,7 +203,7 @@ class WithTargets(Mlp):
 
 
 REFUSED = {
-    KeepsFeatures: "must equal the loss of `training_step` with the whole network",
+    KeepsFeatures: "in the pipeline, but ",
     Glue: "If `forward` computes something outside its blocks, move it into a block",
     Centred: "Buffers outside of the network (`centre`) must not be changed in `training_step`",
     MovesAttribute: "must not depend on module state that it changes",

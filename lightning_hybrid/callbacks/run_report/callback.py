@@ -325,7 +325,7 @@ class RunReport(Callback):
         }
 
     def findings(self, trainer: pl.Trainer) -> dict[str, tuple[bool, str]]:
-        """Return the main results of the run as `{name: (is good, text)}`."""
+        """Return the main results of the run as a dictionary from names to `(is good, text)` pairs."""
         status = run_status(trainer)
         folder = self._folder(trainer)
         findings: dict[str, tuple[bool, str]] = {}

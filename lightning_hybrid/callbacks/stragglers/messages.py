@@ -37,10 +37,10 @@ def describe_slow_rank(slow_rank: SlowRank, hosts: Hosts) -> str:
     if 0 < phase_s <= MAX_RATIO * typical_s:
         comparison = f"{phase_s / typical_s:.1f} times the median"
     else:
-        comparison = f"{1e3 * phase_s:.3g} ms where the median is {1e3 * typical_s:.2g} ms"
+        comparison = f"{1e3 * phase_s:.3g} ms (the median is {1e3 * typical_s:.2g} ms)"
     return (
-        f"{name_rank(slow_rank, hosts)} is slow: {_VERBS[slow_rank.phase]} {comparison}, which costs every step "
-        f"{100 * slow_rank.cost_share:.0f} %"
+        f"{name_rank(slow_rank, hosts)} is slow: {_VERBS[slow_rank.phase]} {comparison}, which costs "
+        f"{100 * slow_rank.cost_share:.0f} % of every step"
     )
 
 
@@ -59,8 +59,8 @@ def describe_slow_link(slow_link: SlowLink, hosts: Hosts) -> str:
     text = f"{name_link(slow_link, hosts)} is slow: "
     if slow_link.bytes_per_s > 0:
         text += (
-            f"it carries {slow_link.bytes_per_s / 1e6:.3g} MB/s where {slow_link.usual_bytes_per_s / 1e6:.3g} MB/s "
-            "are usual, and "
+            f"it carries {slow_link.bytes_per_s / 1e6:.3g} MB/s instead of the usual "
+            f"{slow_link.usual_bytes_per_s / 1e6:.3g} MB/s, and "
         )
     return (
         text

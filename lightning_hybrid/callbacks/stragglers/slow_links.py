@@ -216,7 +216,7 @@ class SlowLinks:
         )
 
     def _usual_rate_of(self, link: Link, rates: Mapping[Link, float]) -> float:
-        """Return the rate of a link in earlier windows, or the typical rate of all links if it is higher."""
+        """Return the rate of a link in earlier windows, or the typical rate of all links if that is higher."""
         usual = 0.0
         if link not in self._usual_rates:
             self._usual_rates[link] = deque(maxlen=NUM_USUAL_WINDOWS)
@@ -227,7 +227,7 @@ class SlowLinks:
         return usual
 
     def _judge_floor(self, wait_s: float, step_s: float) -> SlowLink | None:
-        """Detect a slow link without link rates, by comparing the waiting time with earlier windows."""
+        """Detect a slow link by comparing the waiting time with earlier windows, if link rates are unknown."""
         usual_s = self._usual_floor_s
         self._recent_floors_s.append(wait_s)
         if len(self._recent_floors_s) == self._recent_floors_s.maxlen:

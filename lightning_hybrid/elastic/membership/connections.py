@@ -90,7 +90,8 @@ class Connection(asyncio.Protocol):
         line = json.dumps(message).encode() + b"\n"
         if len(line) > LIMIT:
             raise MalformedError(
-                f"a message has {len(line)} bytes, but the limit is {LIMIT} bytes, because there are too many hosts"
+                f"a message has {len(line)} bytes, which is more than the limit of {LIMIT} bytes, because there are "
+                "too many hosts"
             )
         if not self.is_connected:
             self._unsent += line if len(self._unsent) < MOST_UNSENT else b""
@@ -251,7 +252,7 @@ class SocketThread:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         except Exception as error:
-            self._deliver("isolated", f"its own thread failed: {error!r}")
+            self._deliver("isolated", f"the membership thread failed with {error!r}")
             raise
 
     async def _serve(self) -> None:

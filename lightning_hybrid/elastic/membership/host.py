@@ -184,12 +184,12 @@ class Host(SocketThread):
         if self._meet_index is None:
             ip = address_of(self.key).rpartition(":")[0]
             texts.append(
-                f"this host ({ip}) has none of these addresses, or another program has the port"
+                f"this host ({ip}) has none of these addresses, or another program uses the port"
             )
         num_hosts = 1 + len(self.machine.lobby)
         return (
-            f"a run to join, or enough hosts to begin one: {num_hosts} of `min_hosts` (={settings.min_hosts}) are "
-            f"present. Of `meet` {', '.join(texts)}"
+            f"a run to join, or enough hosts to begin one ({num_hosts} of `min_hosts` (={settings.min_hosts}) are "
+            f"present; in `meet`, {', '.join(texts)})"
         )
 
     def _act(self) -> None:
@@ -284,7 +284,7 @@ class Host(SocketThread):
         self._act()
 
     def _lose_hosts_without_goodbye(self, now: float) -> None:
-        """Mark hosts as lost that closed a connection and sent no goodbye within a heartbeat interval.
+        """Mark hosts as lost if they closed a connection and sent no goodbye within a heartbeat interval.
 
         After this time, all messages that such a host had sent have been read.
         """
@@ -335,14 +335,15 @@ class Host(SocketThread):
         """Refuse admission to a host whose run settings differ, and send it the differences."""
         token, refused_token = differing_parts(self._settings.token, str(message["token"]))
         log.warning(
-            "elastic: refused host %s, because its `token` is %s instead of %s",
+            "elastic: refused host %s, because its settings are %s instead of %s. Start every host with the same "
+            "code, options, data and libraries.",
             message["key"],
             refused_token,
             token,
         )
         why = (
-            f"`token` of host {self._settings.host} (={token}) must equal the token of this host "
-            f"(={refused_token}). Start every host with the same code, options, data and libraries"
+            f"host {self._settings.host} has the settings {token}, but this host has {refused_token}. Start every "
+            "host with the same code, options, data and libraries"
         )
         connection.send(kind="refused", why=why)
 
@@ -399,7 +400,7 @@ class Host(SocketThread):
         self._act()
 
     def _watch_hosts(self, now: float) -> None:
-        """Send a heartbeat to every other host, and mark hosts as lost that have been silent for too long."""
+        """Send a heartbeat to every other host, and mark hosts as lost if they have been silent for too long."""
         machine = self.machine
         silent_s = self._settings.silent_s
         watched = set(machine.lobby)

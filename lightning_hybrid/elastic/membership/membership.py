@@ -36,7 +36,7 @@ def end_process(why: str) -> None:
 
     The whole host is considered lost.
     """
-    print(f"elastic: {why}; this rank exits too", file=sys.stderr, flush=True)
+    print(f"elastic: {why}, so this rank exits too.", file=sys.stderr, flush=True)
     os._exit(75)
 
 

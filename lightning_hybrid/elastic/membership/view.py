@@ -17,7 +17,7 @@ class IsolatedError(RuntimeError):
 
 
 class RefusedError(RuntimeError):
-    """Error raised on a host that an existing run does not admit, because its settings differ."""
+    """Error raised on a host that cannot join an existing run, because the host's settings differ."""
 
 
 @dataclass(frozen=True)

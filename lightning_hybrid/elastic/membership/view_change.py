@@ -193,7 +193,7 @@ class ViewChange:
             return
         self.readies[sender] = message
         if not self.has_ended:
-            self.end_view(f"host {name_of(sender)} has ended it")
+            self.end_view(f"host {name_of(sender)} has ended the view")
 
     def _receive_install(self, message: Message) -> None:
         """Install the accepted proposal, or record that other hosts have installed a later one."""
@@ -464,9 +464,9 @@ class ViewChange:
         self.out.append(("view", proposal))
         # If there are attempts, other hosts have already seen a loss.
         if self.lost or self.attempts:
-            losses = [f"{name_of(host)} went" for host in self.lost]
+            losses = [f"{name_of(host)} was lost" for host in self.lost]
             if not losses:
-                losses = ["a host went"]
+                losses = ["a host was lost"]
             reason = " and ".join(losses)
             self.end_view(f"{reason} meanwhile")
         self._admit()
@@ -494,7 +494,7 @@ class ViewChange:
             kind="excluded",
             number=number,
             hosts=others,
-            why="they did not receive its messages in time",
+            why="the other hosts did not receive the messages of this host in time",
         )
 
     def _isolate(self, why: str) -> None:

@@ -37,10 +37,10 @@ HOSTS = Hosts(
             Phase.BACKWARD,
             0.19,
             0.1,
-            "backward takes 1.9 times the median, which costs every step 21 %",
+            "backward takes 1.9 times the median, which costs 21 % of every step",
         ),
-        (Phase.INPUT, 0.15, 0.001, "waiting for data takes 150 ms where the median is 1 ms"),
-        (Phase.OPTIMIZER, 0.15, 0.0, "the optimizer's step takes 150 ms where the median is 0 ms"),
+        (Phase.INPUT, 0.15, 0.001, "waiting for data takes 150 ms (the median is 1 ms)"),
+        (Phase.OPTIMIZER, 0.15, 0.0, "the optimizer's step takes 150 ms (the median is 0 ms)"),
     ],
     ids=str,
 )
@@ -67,7 +67,7 @@ def test_a_warning_names_the_link(sender, receiver, name):
         wait_share=0.43,
     )
     text = describe_slow_link(slow_link, HOSTS)
-    assert text.startswith(f"{name} is slow: it carries 5.9 MB/s where 12.1 MB/s are usual")
+    assert text.startswith(f"{name} is slow: it carries 5.9 MB/s instead of the usual 12.1 MB/s")
     assert text.endswith("every rank waits 43 % of each step for gradients")
 
 
