@@ -293,20 +293,20 @@ class NumericsMonitor(Callback):
 
     def _warn_of_dead(self, dead: list[str], *, num_parameters: int, step: int) -> None:
         if len(dead) == num_parameters:
-            subject = "All gradients are"
+            subject = "All gradients were"
             cause = (
                 "the model does not learn. Check whether the loss is detached, or whether the loss scale is so small "
                 "that all gradients underflow."
             )
         else:
             names = first_of([f"`{name}`" for name in dead], MOST_NAMES)
-            subject = f"The gradient of {names} ({len(dead)} of {num_parameters}) is"
+            subject = f"The gradient of {names} ({len(dead)} of {num_parameters}) was"
             cause = (
                 "these layers do not learn. Check whether they are used, and whether their activations are dead (ReLU "
                 "inputs below 0 for every sample). Freeze them with requires_grad=False if this is intended."
             )
         warnings.warn(
-            f"{subject} zero at {self.patience} consecutive logged steps up to step {step}: {cause}",
+            f"{subject} zero at {self.patience} consecutive logged steps up to step {step}, so {cause}",
             stacklevel=3,
         )
 

@@ -118,7 +118,8 @@ class RecalibrateBatchNorm(Callback):
                 layers[name] = layer
         if not layers:
             rank_zero_warn(
-                "`RecalibrateBatchNorm` has no effect, because the module has no BatchNorm with running statistics."
+                "`RecalibrateBatchNorm` has no effect, because the module has no BatchNorm with running statistics. "
+                "Remove the callback."
             )
             return
 

@@ -261,7 +261,7 @@ class ReplicaCheck(Callback):
         else:
             cure = (
                 "Look for code that runs on some ranks only, for random numbers that differ between ranks, and for "
-                f"faulty memory. Then resume from a checkpoint written up to step {last_checked_step}."
+                f"faulty memory. Then resume from a checkpoint written at or before step {last_checked_step}."
             )
         return ReplicaDriftError(
             f"The ranks no longer have the same weights. They diverged {since} (`every_n_steps` "

@@ -277,7 +277,7 @@ class ExactEvaluationLoader:
             setattr(self._batches, name, value)
 
     def forget_recorded_form(self) -> None:
-        """Delete the indices of the padded or the unpadded last batch, because Lightning records both in prediction."""
+        """Delete the indices of the unpadded last batch from those that Lightning records in prediction."""
         recorded = getattr(self.batch_sampler, "seen_batch_indices", None)
         if recorded:
             del recorded[self._share.num_batches - 1]

@@ -241,7 +241,7 @@ class Views:
         Each waiting host logs the warning itself, because global rank zero may not be waiting.
         """
         if self.topology.local_rank == 0:
-            log.warning("elastic: this host has been waiting for %.0f s for %s", waited_s, awaited)
+            log.warning("elastic: this host has been waiting for %.0f s for %s.", waited_s, awaited)
 
     def _warn_of_ended_hosts(self, view: View) -> None:
         """Warn about hosts that have finished training normally while this host is still training.

@@ -285,8 +285,8 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     if outside:
         names = ", ".join(f"`{name}`" for name in outside[:3])
         raise ValueError(
-            f"Parameters {names} ({len(outside)} in all) must be in a block of `of` (={of!r}), because parameters "
-            "outside the blocks belong to no stage. Move them into a block."
+            f"Parameters {names} ({len(outside)} in all) are outside the blocks of `of` (={of!r}), so they "
+            "belong to no stage. Move them into a block."
         )
     return blocks
 

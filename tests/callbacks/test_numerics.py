@@ -136,7 +136,7 @@ def test_a_layer_that_died_is_a_warning_after_three_logged_steps_and_once():
     assert error == ""
     assert "The gradient of `net.1.weight`, `net.1.bias`, `net.2.weight`, " in warning
     assert "`net.5.weight`, ... (9 of 10)" in warning
-    assert "at 3 consecutive logged steps up to step 15: these layers do not learn" in warning
+    assert "at 3 consecutive logged steps up to step 15, so these layers do not learn" in warning
 
 
 def test_gradients_that_are_all_zero_are_told_apart_and_those_now_and_then_are_nothing_to_speak_of():
@@ -144,7 +144,7 @@ def test_gradients_that_are_all_zero_are_told_apart_and_those_now_and_then_are_n
     error, (warning,) = fit(all_zero, max_epochs=3, patience=2)
     assert error == ""
     assert warning.startswith(
-        "All gradients are zero at 2 consecutive logged steps up to step 20: the model does not learn"
+        "All gradients were zero at 2 consecutive logged steps up to step 20, so the model does not learn"
     )
     pauses = Spoiled(steps=range(3, 99, 4), factor=0.0, rank=None)  # in every second logged step
     assert fit(pauses, max_epochs=2, every=2, patience=2) == ("", [])

@@ -264,10 +264,13 @@ class Membership:
                 )
                 self._is_waiting = self._has_told = False
             elif what == "isolated":
-                self._error = IsolatedError(f"elastic: this host cannot continue: {value}")
+                self._error = IsolatedError(
+                    f"elastic: this host cannot continue: {value}. If other hosts continue, restart this host to join "
+                    "them. Otherwise, resume from a checkpoint."
+                )
                 why = value
             elif what == "refused":
-                self._error = RefusedError(f"elastic: {value}")
+                self._error = RefusedError(f"elastic: {value}.")
             elif what == "change":
                 why = value
             if self._is_waiting or self._has_told:

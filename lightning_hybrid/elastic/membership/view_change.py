@@ -391,8 +391,8 @@ class ViewChange:
             if not have_the_votes(kept, hosts, self.lost):
                 missing = [host for host in hosts if host not in kept]
                 self._isolate(
-                    f"{names_of(missing)} cannot be reached and may continue, but the reachable hosts are too few "
-                    f"({names_of(kept)})"
+                    f"{names_of(missing)} cannot be reached but may continue, and the reachable hosts "
+                    f"({names_of(kept)}) are too few to continue"
                 )
                 return False
 

@@ -357,7 +357,7 @@ def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
         assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
         with pytest.raises(
             IsolatedError,
-            match=r"host a cannot be reached and may continue, but the reachable hosts are too few \(host b\)",
+            match=r"host a cannot be reached but may continue, and the reachable hosts \(host b\) are too few",
         ):
             b.next_view(0, timeout_s=20)
 
@@ -427,7 +427,7 @@ def test_after_a_cut_the_host_of_the_first_address_continues_and_the_other_is_is
     assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
     with pytest.raises(
         IsolatedError,
-        match=r"host a cannot be reached and may continue, but the reachable hosts are too few \(host b\)",
+        match=r"host a cannot be reached but may continue, and the reachable hosts \(host b\) are too few",
     ):
         b.next_view(0, timeout_s=20)
 
