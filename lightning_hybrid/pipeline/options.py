@@ -310,8 +310,7 @@ def cut_places(
         if len(cuts.seconds) != num_blocks:
             raise ValueError(
                 f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the "
-                f"{num_blocks} blocks of the network. Measure the blocks with "
-                "BlockProfile.measured(blocks, example)."
+                f"{num_blocks} blocks of the network. Add or remove numbers."
             )
         places = _places_by_profile(cuts, num_stages, num_microbatches, schedule)
     elif cuts is None:
