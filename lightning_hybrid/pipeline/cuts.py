@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import operator
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-
 from lightning_hybrid.checks import make_plain, require_whole
-from lightning_hybrid.pipeline.shapes import as_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,83 +35,8 @@ class BlockProfile:
     def __post_init__(self) -> None:
         make_plain(self, "seconds", "activation_bytes", "held_bytes", "most_bytes")
 
-    @classmethod
-    def measured(
-        cls, blocks: Sequence[nn.Module], example: Tensor | tuple[Tensor, ...], *, num_runs: int = 5
-    ) -> BlockProfile:
-        """Measure the time and activation memory of each block on one micro-batch.
-
-        The time of a block is the shortest of `num_runs` runs.
-
-        Args:
-            blocks: Blocks of the network, in order. They stay unchanged, because copies run.
-            example: Input of the first block.
-            num_runs: Number of forward and backward passes of each block.
-        """
-        seconds = []
-        activation_bytes = []
-        for index, block in enumerate(blocks):
-            run = _BlockRun(copy.deepcopy(block), is_first=index == 0)
-            inputs = as_arguments(example)
-            times_s = []
-            for _ in range(num_runs):
-                time_s, example = run(inputs)
-                times_s.append(time_s)
-            seconds.append(min(times_s))
-            activation_bytes.append(run.activation_bytes)
-        return cls(seconds=seconds, activation_bytes=activation_bytes)
-
-
-class _BlockRun:
-    """Timed forward and backward pass of a block, which records the number of bytes that autograd saves.
-
-    Args:
-        block: A copy of the block.
-        is_first: Whether the block is the network's first, whose input needs no gradient.
-    """
-
-    def __init__(self, block: nn.Module, *, is_first: bool) -> None:
-        self._block = block
-        self._is_first = is_first
-        # Bytes of each storage that autograd saved, by address.
-        self._saved_bytes: dict[int, int] = {}
-
-    def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor | tuple[Tensor, ...]]:
-        """Run a forward and a backward pass, and return the time in seconds and the outputs."""
-        self._saved_bytes.clear()
-        # A block may change its inputs in place.
-        arguments = []
-        for tensor in inputs:
-            needs_gradient = not self._is_first and tensor.is_floating_point()
-            arguments.append(tensor.detach().requires_grad_(needs_gradient).clone())
-
-        begin_s = _clock_s(arguments[0])
-        with saved_tensors_hooks(self._count_saved, lambda tensor: tensor):
-            outputs = self._block(*arguments)
-        trained = [output for output in as_arguments(outputs) if output.requires_grad]
-        torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
-        return _clock_s(arguments[0]) - begin_s, outputs
-
-    @property
-    def activation_bytes(self) -> int:
-        """Number of bytes that autograd saved for the backward pass of the last run, excluding parameters."""
-        parameters = {
-            parameter.untyped_storage().data_ptr() for parameter in self._block.parameters()
-        }
-        return sum(self._saved_bytes[address] for address in self._saved_bytes.keys() - parameters)
-
-    def _count_saved(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        self._saved_bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
 
 Cuts = Sequence[int] | BlockProfile | None
-
-
-def _clock_s(tensor: Tensor) -> float:
-    getattr(torch, tensor.device.type).synchronize()  # does nothing on a CPU
-    return time.perf_counter()
 
 
 def balanced_cuts(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from lightning_hybrid.checks import require_number, require_positive, require_whole
+from lightning_hybrid.checks import require_positive, require_whole
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import Algorithm, CommPlan
 from lightning_hybrid.planning.model.cost import (
@@ -56,7 +56,6 @@ class ClusterCosts:
         codec: Throughput of a codec's rounding between nodes.
         groups: Nodes that differ from the rest of the cluster. Every all-reduce runs at the rate of the slowest link,
             and every step at the speed of the slowest ranks. They are ignored for a job on one node.
-        taken_share: Fraction of an accelerator's arithmetic that an all-reduce takes while it runs.
         ends: Factors on the time of stages between nodes for a bound of an interval, by the bytes from which they
             apply.
 
@@ -75,7 +74,6 @@ class ClusterCosts:
     measured_nodes: int | None = None
     codec: CodecRates = field(default_factory=CodecRates)
     groups: Sequence[NodeGroup] = ()
-    taken_share: float = 0.0
     ends: Mapping[float, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,11 +84,6 @@ class ClusterCosts:
                     ratio,
                     "it is the measured time of such an all-reduce divided by the modelled time",
                 )
-        require_number(
-            "taken_share",
-            self.taken_share,
-            "it is the fraction of an accelerator that an all-reduce uses",
-        )
         require_whole("num_nodes", self.num_nodes, "it is a number of nodes")
         require_whole(
             "ranks_per_node",

@@ -91,7 +91,6 @@ class Jitter:
 
 
 NO_JITTER = Jitter()
-SLOWED_TURNS = 4  # iterations until backward and the communication during it are consistent within a thousandth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +212,7 @@ def simulate(
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:
-            paced = work.scaled(float(factor))
-            known[factor] = step_of(paced)
-            for _ in range(SLOWED_TURNS if cluster.taken_share else 0):
-                known[factor] = step_of(
-                    paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor]))
-                )
+            known[factor] = step_of(work.scaled(float(factor)))
     steps = [known[factor] for factor in factors]
     return SimulatedSteps(
         steps_s=np.array([step.step_s for step in steps]),
@@ -226,14 +220,6 @@ def simulate(
         first=steps[0],
         buckets=buckets,
         alone_s=work.alone_s,
-    )
-
-
-def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
-    # Time of communication during backward. It slows backward down, so that more communication falls into it.
-    end_s = step.step_s - step.exposed_s - work.update_s
-    return _union_s(
-        [(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s]
     )
 
 

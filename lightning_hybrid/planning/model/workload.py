@@ -63,13 +63,6 @@ class StepWorkload:
             update_s=factor * self.update_s,
         )
 
-    def slowed(self, more_s: float) -> StepWorkload:
-        """Return the workload with a backward pass that takes `more_s` seconds longer, spread evenly."""
-        factor = 1 + more_s / self.backward_s if self.backward_s else 1.0
-        return replace(
-            self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients)
-        )
-
     def on_wire(self, wire: NodeWire) -> StepWorkload:
         """Return the workload with each gradient padded to the size at which it is sent between nodes."""
         return replace(

@@ -72,19 +72,6 @@ def test_everything_waits_for_the_slowest_nodes():
         assert simulated(work, one_node).alone_s == work.alone_s
 
 
-def test_sums_slow_the_arithmetic_beside_them_down():
-    """All but the last of 16 equal buckets overlap with backward, during which an eighth of the arithmetic is lost.
-
-    The mutation to detect does not add the lost time to backward.
-    """
-    plan = CommPlan(num_buckets=16)
-    plain = simulated(SIXTEEN, on_gpus(), plan)
-    slowed = simulated(SIXTEEN, replace(on_gpus(), taken_share=0.125), plan)
-    beside_s = plain.first.busy_s - plain.first.exposed_s
-    assert slowed.step_s - plain.step_s == pytest.approx(0.125 * beside_s, rel=0.02)
-    assert slowed.exposed_s[0] == pytest.approx(plain.exposed_s[0])
-
-
 @pytest.mark.parametrize(
     ("options", "num_buckets"), [({}, range(9, 99)), ({"cuts": []}, [1])], ids=["many", "one"]
 )
