@@ -359,8 +359,8 @@ class FabricHybridAllReduce(_Base):
         """
         if not self._options.joins_uneven_batches:
             raise ValueError(
-                f"`uneven_batches` (={self._options.uneven_batches!r}) must be 'join' for join_loader. Create the "
-                "strategy with HybridAllReduceStrategy(uneven_batches='join')."
+                f"`uneven_batches` (={self._options.uneven_batches!r}) must be 'join' to use `join_loader`. Create "
+                "the strategy with HybridAllReduceStrategy(uneven_batches='join')."
             )
         assert self._timeout is not None
         agreement = BatchAgreement(

@@ -451,6 +451,6 @@ def _refuse_sparse(gradient: Tensor) -> None:
     if gradient.layout is torch.strided:
         return
     raise RuntimeError(
-        f"A gradient of shape {tuple(gradient.shape)} must be dense, because half precision and the all-reduce do not "
-        f"support sparse gradients, but its layout is {gradient.layout}. Set `sparse=False` in the embedding."
+        f"A gradient of shape {tuple(gradient.shape)} has the layout {gradient.layout}, but half precision and the "
+        "all-reduce support only dense gradients. Set `sparse=False` in the embedding."
     )

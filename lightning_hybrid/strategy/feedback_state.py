@@ -167,8 +167,8 @@ class ErrorFeedbackExtension(FitExtension):
         if error is not None:
             rank_zero_warn(
                 "`between_nodes.error_feedback` (=True): a checkpoint that is saved after this rank failed with "
-                f"{type(error).__name__} contains no residuals, because other ranks may not save with it. A run that "
-                "resumes from it starts with residuals of zero."
+                f"{type(error).__name__} contains no residuals, because the other ranks may not take part in the "
+                "save. A run that resumes from it starts with residuals of zero."
             )
             return
         residuals = self.collected(fit)

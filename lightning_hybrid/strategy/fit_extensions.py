@@ -308,8 +308,8 @@ def build_extensions(strategy: Any) -> FitExtensions:
         extension = factory(fit)
         if not isinstance(extension, FitExtension):
             raise ValueError(
-                f"`extensions` (={factory!r}) must be factories that take a `FitContext` and return a `FitExtension`. "
-                f"This factory returned {type(extension).__name__}. Derive its class from `FitExtension`."
+                f"`extensions` (={factory!r}) must return a `FitExtension` when called with a `FitContext`, but "
+                f"returned {type(extension).__name__}. Derive the class of the returned object from `FitExtension`."
             )
         extensions.append(extension)
     if not extensions:

@@ -297,7 +297,8 @@ class TrainingLoaders:
         elif states:
             rank_zero_warn(
                 f"The checkpoint has the states of {len(states)} training loaders, but this run has {len(resumes)} "
-                "loaders. The states are ignored, so the rest of the epoch may have different samples."
+                "loaders. The states are ignored, so the rest of the epoch may have different samples. Use as many "
+                "training loaders as the interrupted run to resume exactly."
             )
 
     def _resumed_start(self) -> Place:
@@ -414,9 +415,9 @@ class TrainingLoaders:
         for loader in self._training_loaders():
             if self._processed and not any(loader is processed for processed in self._processed):
                 raise RuntimeError(
-                    f"The training loader (={type(loader).__name__}) must be the one that the strategy's "
-                    "`process_dataloader` returned, because its position is tracked there. Wrap the loader that "
-                    "you pass to `Trainer.fit`, or set exact_resume=False."
+                    f"The training loader (={type(loader).__name__}) is not the one that the strategy's "
+                    "`process_dataloader` returned, so its position is not tracked. Wrap the loader before you pass "
+                    "it to `Trainer.fit`, or set exact_resume=False."
                 )
         for resume in self._resumes:
             if resume.has_begun and fit._data_fetcher.fetched == 0:
@@ -449,9 +450,7 @@ class TrainingLoaders:
         for resume in self._resumes:
             caveat = resume.caveat()
             if caveat:
-                rank_zero_warn(
-                    f"The training loader does not resume exactly, or not immediately: {caveat}."
-                )
+                rank_zero_warn(f"The training loader may resume inexactly or slowly: {caveat}.")
 
     # ---- checkpoints -------------------------------------------------------------------------
 

@@ -108,9 +108,8 @@ class Mean(BetweenNodes):
         if self.error_feedback and not isinstance(dtype, Codec):
             dtype_name = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"`{name}` (=True) requires a codec between nodes, because only the rounding errors of int8 and int4 "
-                f"are fed back, but `between_nodes.dtype` is {dtype_name}. Set dtype='int8' or 'int4', or leave "
-                f"`{name}` out."
+                f"`{name}` (=True) needs a codec between nodes, but `between_nodes.dtype` is {dtype_name}. Only the "
+                f"rounding errors of int8 and int4 are fed back. Set dtype='int8' or 'int4', or leave `{name}` out."
             )
 
     @property
@@ -268,7 +267,7 @@ class Comm(OptionValue):
         # A class has the same attributes as its objects, so that the class of a planner would count as a planner.
         if isinstance(plan, type):
             raise ValueError(
-                f"`comm.plan` (={plan.__name__}) must be an object, but it is a class. Set "
+                f"`comm.plan` (={plan.__name__}) is a class, but must be an object. Set "
                 f"comm=Comm(plan={plan.__name__}(...))."
             )
         if isinstance(plan, Planner):
@@ -279,7 +278,7 @@ class Comm(OptionValue):
             return CommPlan.from_json(Path(plan).read_text())
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
-                f"`comm.plan` (={plan!r}) must be the path of a readable plan: {error}. Create a plan with "
+                f"`comm.plan` (={plan!r}) cannot be read as a plan: {error}. Create a plan with "
                 "`CommPlan(...).to_json()`, or leave `comm.plan` out."
             ) from error
 

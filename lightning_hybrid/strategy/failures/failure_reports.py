@@ -266,9 +266,9 @@ class FailureReports:
             return
         self.is_alone()  # Reports to the other ranks, because an error of a callback ends Lightning without a report.
         raise RuntimeError(
-            f"{option} cannot save a checkpoint, because this rank failed with {type(error).__name__}: {where}, but "
-            "the other ranks do not save with it. Save regularly with `ModelCheckpoint(every_n_train_steps=...)`, "
-            "without `save_on_exception`."
+            f"{option} cannot save a checkpoint after this rank failed with {type(error).__name__}: {where}, and the "
+            "other ranks do not take part in this save. Save regularly with "
+            "`ModelCheckpoint(every_n_train_steps=...)`, without `save_on_exception`."
         )
 
     def is_alone(self) -> bool:

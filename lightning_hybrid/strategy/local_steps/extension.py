@@ -108,8 +108,8 @@ class LocalStepsExtension(FitExtension):
         warnings.filterwarnings("ignore", TOO_EARLY, UserWarning)
         self._warning_filter = warnings.filters[0]
         rank_zero_info(
-            f"comm: gradients are averaged in each of {fit.topology.num_nodes} nodes from step "
-            f"{self.steps.from_step} on, weights and momentum between them every "
+            f"comm: from step {self.steps.from_step} on, gradients are averaged within each of "
+            f"{fit.topology.num_nodes} nodes, and weights and momentum are averaged between nodes every "
             f"{self.steps.every} steps"
         )
 
@@ -315,7 +315,7 @@ class LocalStepsExtension(FitExtension):
         engine.abort(f"{type(error).__name__}: {error}")
         if failure and failure in str(error):
             error.add_note(
-                "In all-reduces within a node its ranks are numbered from 0. Here the node has ranks "
+                "All-reduces within a node number its ranks from 0. The ranks of this node are "
                 f"{list(fit.topology.node)}."
             )
 
