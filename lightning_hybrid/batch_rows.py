@@ -1,4 +1,4 @@
-"""Utilities that count the samples of a batch and split it along the batch dimension.
+"""Utilities to count the samples of a batch and to split a batch along its first dimension.
 
 A batch may consist of nested containers:
 

@@ -175,7 +175,7 @@ class FabricHybridAllReduce(_Base):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        """Set the precision plugin, but replace plain half precision with fp32 master weights."""
+        """Set the precision plugin, replacing plain half precision by half precision with fp32 master weights."""
         self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
@@ -331,7 +331,7 @@ class FabricHybridAllReduce(_Base):
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader that can resume within an epoch, if that is enabled and supported."""
+        """Return a loader that can resume in the middle of an epoch, if exact resume is enabled and supported."""
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 

@@ -41,7 +41,7 @@ _HAS_ENDED = "has_ended"
 
 
 class JoinedSteps:
-    """Gradient weights in a Fabric training loop, and the state to restore after a repeated batch.
+    """Gradient weights of a Fabric training loop, and the state that is restored after a repeated batch.
 
     Args:
         world_size: Number of ranks.
@@ -206,7 +206,7 @@ class JoinedLoopLoader:
 
 
 class ResumableJoinedLoader(JoinedLoopLoader):
-    """`JoinedLoopLoader` that can resume in the middle of an epoch, like this rank's loader.
+    """`JoinedLoopLoader` for loaders that can resume in the middle of an epoch.
 
     `fabric.save` gathers the states of all ranks.
     """

@@ -249,7 +249,7 @@ class BackwardGradients:
                 pair.fp32.grad = None
 
     def _blocks(self, group: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield the parameters that have gradients, either in one list or divided into smaller lists.
+        """Yield the parameters that have gradients, as one list or divided into smaller lists.
 
         They are split into blocks to limit memory if converted gradients are added to earlier sums and then freed.
         """
@@ -414,7 +414,7 @@ class BackwardGradients:
 
 
 class _OutsideTerms(torch.autograd.Function):
-    """Function whose output is zero, and whose backward pass returns given gradients of the parameters.
+    """Autograd function that outputs zero and whose backward pass returns given gradients of the parameters.
 
     They are multiplied by the gradient of the output, as in any backward pass, and then rounded to half precision.
     """

@@ -658,7 +658,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return any(id(parameter) in module_parameters for parameter in parameters_of(optimizer))
 
     def _state_for_user(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the step state of an optimizer, or of an optimizer that shares parameters with it."""
+        """Return the step state of an optimizer, or of another optimizer that shares parameters with it."""
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
         for state in self.optimizer_steps:
             if any(id(parameter) in parameters for parameter in parameters_of(state.optimizer)):

@@ -1,4 +1,4 @@
-"""Table of options and features that cannot be combined, and the errors that report them.
+"""Table of options and features that cannot be combined, and checks that raise errors for such combinations.
 
 A test compares the documentation page about options with the table.
 """
@@ -85,7 +85,7 @@ CURES = {
 
 
 class Exclusion(NamedTuple):
-    """Pair of features that cannot be combined, with the reason."""
+    """Pair of features that cannot be combined, and the reason why."""
 
     feature: str
     conflict: str
@@ -306,7 +306,7 @@ all-reduce algorithms, but Adasum is not a sum. Leave `comm.plan` out, or set be
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:
-    """Return those properties of a topology that some options do not support, such as unequal nodes."""
+    """Return the properties of a topology that some options do not support, such as unequal nodes."""
     if topology.ranks_per_node:
         return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
@@ -314,7 +314,7 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
-    """Return those properties of a precision plugin that some options do not support, such as `64-true`."""
+    """Return the properties of a precision plugin that some options do not support, such as `64-true`."""
     text = f"`precision` (={plugin.precision!r})"
     features: dict[str, str] = {}
     if plugin.precision == "64-true":
@@ -327,7 +327,7 @@ def in_precision(plugin: Any) -> dict[str, str]:
 
 
 def in_module(module: nn.Module) -> dict[str, str]:
-    """Return those layers of a module that some options do not support, such as `SyncBatchNorm`."""
+    """Return the layers of a module that some options do not support, such as `SyncBatchNorm`."""
     features: dict[str, str] = {}
     for name, layer in module.named_modules():
         text = f"`{name or 'the module'}` (={type(layer).__name__})"
@@ -347,7 +347,7 @@ _EXCLUDING_CALLBACKS = (
 
 
 def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
-    """Return those callbacks that some options do not support, such as `ModelPruning`."""
+    """Return the callbacks that some options do not support, such as `ModelPruning`."""
     features: dict[str, str] = {}
     for callback in callbacks:
         for name in _EXCLUDING_CALLBACKS:
@@ -359,7 +359,7 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return those properties of optimizers that some options do not support, such as shared parameters.
+    """Return the properties of optimizers that some options do not support, such as shared parameters.
 
     Args:
         optimizers: Optimizers to inspect.
@@ -413,7 +413,7 @@ Losses of `lightning_hybrid.contrastive` have the attribute `couples_the_batch`.
 
 
 def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
-    """Warn if gradients are accumulated although a loss compares the samples of a batch."""
+    """Warn if gradients are accumulated with a loss that compares the samples of a batch with each other."""
     if accumulate_grad_batches <= 1:
         return
     coupled_types = _coupled_types(module)

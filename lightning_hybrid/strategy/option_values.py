@@ -1,4 +1,4 @@
-"""Option classes, whose objects the user passes to a strategy.
+"""Option classes of the strategies. Users pass objects of these classes to a strategy.
 
 Choices that cannot be combined are classes for the same argument.
 """
@@ -193,7 +193,7 @@ class LocalSteps(BetweenNodes):
         return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
 
     def num_periods(self, num_steps: int) -> int:
-        """Return the number of weight averages in the first `num_steps` optimizer steps."""
+        """Return how many times weights are averaged in the first `num_steps` optimizer steps."""
         return max(0, num_steps - self.from_step) // self.every
 
     @property
@@ -204,7 +204,7 @@ class LocalSteps(BetweenNodes):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comm(OptionValue):
-    """Options of the all-reduce, none of which changes the result beyond rounding.
+    """Options of the all-reduce. None of them changes the result by more than rounding errors.
 
     Args:
         algorithm: `"flat"`: one all-reduce over all ranks. `"parallel_flat"`: the same, several at once.
@@ -228,7 +228,7 @@ class Comm(OptionValue):
     dtype: str | torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if an option is invalid or the file of a plan cannot be read."""
+        """Raise `ValueError` if an option is invalid or the plan file cannot be read."""
         make_whole(self, "bucket_bytes")
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")

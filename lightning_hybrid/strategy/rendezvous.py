@@ -122,7 +122,7 @@ def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
 
 
 def listening_address(address: str) -> str:
-    """Return the IP address on which rank zero listens, or an empty string if it is every interface.
+    """Return the IP address on which rank zero listens, or an empty string if it listens on every interface.
 
     A host name other than `localhost` stands for all interfaces.
 
@@ -243,7 +243,7 @@ def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
 def _await_result(
     names: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta
 ) -> str:
-    """Wait for rank zero's result of the rendezvous, and return the missing ranks as text."""
+    """Wait for the result of the rendezvous from rank zero, and return the missing ranks as text."""
     remaining_s = max(0.0, end_s - monotonic()) + GRACE_S
     try:
         names.wait(["result"], timedelta(seconds=remaining_s))

@@ -112,7 +112,7 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
 
 
 def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None:
-    """Warn if the user has set a loss scale but the precision does not use one."""
+    """Warn if the user has set a loss scale, but the precision does not use it."""
     if loss_scale is None or plugin.precision == "16-true":
         return
     own_scaler = ""

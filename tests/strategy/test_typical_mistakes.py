@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "accumulation as text": (
         lambda: train(accumulate_grad_batches="2"),
-        "`accumulate_grad_batches` (='2') must be a whole number, 1 or more",
+        "`accumulate_grad_batches` (='2') must be a whole number of batches per step, 1",
     ),
     "accumulation by epochs in a pipeline": (
         lambda: train(

@@ -1,4 +1,4 @@
-"""Warning about `on_train_epoch_start` hooks, which do not run when training resumes within an epoch."""
+"""Warning that `on_train_epoch_start` hooks do not run when training resumes in the middle of an epoch."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class _OutputRecord:
 
 
 class _BackwardReachedError(Exception):
-    """Exception that ends the forward pass of a manual-optimization step at `manual_backward`."""
+    """Exception that ends a training step in manual optimization when it calls `manual_backward`."""
 
 
 class FirstStep:

@@ -17,7 +17,7 @@ READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
 
 
 def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the groups of layers that `module` and its submodules list in `node_slices`.
+    """Return the groups of layers that `module` and its submodules list in their `node_slices` attributes.
 
     Each group holds the names in `module` of a layer pair, or of a single embedding or output layer.
 

@@ -135,7 +135,7 @@ class SlicedLayer:
 
     @torch.no_grad()
     def use_whole_tensors(self) -> None:
-        """Gather the full tensors, with which the layer computes until `use_slices` is called.
+        """Gather the full tensors and let the layer compute with them until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order. Afterwards the layer's
         `forward` is not collective.

@@ -138,7 +138,7 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _rows_in_slice(
     numbers: Tensor, weight_slice: Slice, ignored: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Convert token or class numbers to indices in this rank's slice, with a mask of those that it holds.
+    """Convert token or class numbers to indices in this rank's slice, and return a mask of the numbers in the slice.
 
     A number that another rank holds gets the index 0 and is not in the mask.
 

@@ -365,7 +365,7 @@ class Gated(nn.Module):
     [
         (
             {"fc6": Doubled(10, 16)},
-            r"^`fc6` \(=Doubled with weight, bias\) cannot be sliced by `node_slices`, which supports only torch.nn.Linear",
+            r"^`fc6` \(=Doubled with weight, bias\) cannot be sliced by `node_slices`, which supports only",
         ),
         (
             {"fc6": identity(nn.Linear(10, 16), "weight")},
@@ -430,7 +430,7 @@ def test_a_weight_that_a_whole_layer_shares_or_that_is_cut_in_two_ways_is_refuse
 def test_unknown_names_and_groups_of_three_are_refused():
     net = nn.ModuleDict({"fc8": nn.Linear(2, 2), "act": nn.ReLU()})
     texts = {
-        "fc9": r"^`node_slices` \(=\('fc9',\)\) contains a name .* has no attribute `fc9`. Use the name of one of its .* \(fc8",
+        "fc9": r"^`node_slices` \(=\('fc9',\)\) contains a name .* has no attribute `fc9`. Use .* .* \(fc8",
         "act": r"^`act` \(=ReLU\) cannot be sliced by `node_slices`, because it has no",
     }
     for name, text in texts.items():
