@@ -196,7 +196,7 @@ class CommunicatingDDP(_Base):
         return scaled_loss
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Raise if a backward pass has not filled any gradient bucket, because other ranks wait for the bucket."""
+        """Raise if a backward pass has filled no gradient bucket, because other ranks would wait for this rank."""
         is_averaged = (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync

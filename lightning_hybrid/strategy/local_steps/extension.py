@@ -264,7 +264,7 @@ class LocalStepsExtension(FitExtension):
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Average the module's state over nodes, and return a context in which the module can be read.
+        """Return a context in which the module's state can be read, after averaging it over nodes.
 
         Collective while nodes train independently, unless the run is failing.
         """
