@@ -1,4 +1,4 @@
-"""Utilities that count the samples of a batch and split it along the batch dimension.
+"""Utilities to count the samples of a batch and to split a batch along its first dimension.
 
 A batch may consist of nested containers:
 
@@ -74,8 +74,8 @@ def count_rows(batch: Any) -> int:
         list_lengths = _lengths_of_lists(batch)
         if not list_lengths and not array_lengths:
             raise ValueError(
-                f"`batch` (of type {type(batch).__name__}) must have one row per sample, because it is split by rows. "
-                "Return tensors, arrays or lists from the loader."
+                f"`batch` (of type {type(batch).__name__}) contains no tensor, array or list that could be split into "
+                "samples. Return tensors, arrays or lists with one entry per sample from the loader."
             )
         if len(list_lengths) == 1 and _has_rows(batch, *list_lengths):
             matching = list(list_lengths)
@@ -158,9 +158,9 @@ def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
         return False
     if num_rows > 1 and all(_is_list(entry) and len(entry) == num_rows for entry in value):
         raise ValueError(
-            f"`batch` must not contain a list of {num_rows} lists with {num_rows} entries each, because it is "
-            "unknown whether the inner lists are samples or columns. Return them as separate entries of a "
-            "dictionary, or as a NumPy array with one row per sample."
+            f"`batch` contains a list of {num_rows} lists with {num_rows} entries each, so it is unknown whether the "
+            "inner lists are samples or columns. Return them as separate entries of a dictionary, or as a NumPy "
+            "array with one row per sample."
         )
     return True
 
@@ -266,6 +266,6 @@ def _refuse_unknown_objects(batch: Any) -> None:
         has_parts = hasattr(leaf, "__len__") or hasattr(leaf, "__next__")
         if has_parts and not isinstance(leaf, Tensor | np.ndarray | np.generic | str | bytes):
             raise ValueError(
-                f"`batch` must not contain a {type(leaf).__name__}, because such an object cannot be split into "
-                "samples. Use tensors, arrays, lists or dictionaries."
+                f"`batch` contains a {type(leaf).__name__}, which cannot be split into samples. Use tensors, arrays, "
+                "lists or dictionaries."
             )

@@ -1,4 +1,4 @@
-"""Validation of user input.
+"""Functions that validate option values and raise errors that say how to correct them.
 
 Each error names the argument, its value and the rule. The argument `why` of the functions is the reason, usually
 followed by a second sentence that says what to do.

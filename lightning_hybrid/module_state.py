@@ -1,4 +1,4 @@
-"""Context manager that restores a module's state, except its parameters, after user code has run."""
+"""Context manager that restores the state of a module, except for its parameters, after user code has run."""
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ def test_a_batch_that_fits_is_given_as_it_is():
         ({"x": X, "weights": np.ones(3)}, r"The tensors in `batch` \(with \[3, 5\] rows\)"),
         ({"a": TEXTS, "b": TEXTS[1:]}, r"The lists in `batch` \(of lengths \[4, 5\]\)"),
         ({"x": X[:2], "texts": [["a", "b"], ["c", "d"]]}, "a list of 2 lists with 2 entries each"),
-        ({"x": X, "names": set(TEXTS)}, "`batch` must not contain a set"),
-        ({"x": X, "rows": iter(TEXTS)}, "`batch` must not contain a list_iterator"),
-        (3, r"`batch` \(of type int\) must have one row per sample"),
+        ({"x": X, "names": set(TEXTS)}, "`batch` contains a set"),
+        ({"x": X, "rows": iter(TEXTS)}, "`batch` contains a list_iterator"),
+        (3, r"`batch` \(of type int\) contains no tensor, array or list"),
     ],
 )
 def test_a_batch_whose_samples_are_unknown_is_refused(batch, message):

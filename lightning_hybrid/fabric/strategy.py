@@ -175,7 +175,7 @@ class FabricHybridAllReduce(_Base):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        """Set the precision plugin, but replace plain half precision with fp32 master weights."""
+        """Set the precision plugin, replacing plain half precision by half precision with fp32 master weights."""
         self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
@@ -331,7 +331,7 @@ class FabricHybridAllReduce(_Base):
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader that can resume within an epoch, if that is enabled and supported."""
+        """Return a loader that can resume in the middle of an epoch, if exact resume is enabled and supported."""
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 
@@ -359,8 +359,8 @@ class FabricHybridAllReduce(_Base):
         """
         if not self._options.joins_uneven_batches:
             raise ValueError(
-                f"`uneven_batches` (={self._options.uneven_batches!r}) must be 'join' for join_loader. Create the "
-                "strategy with HybridAllReduceStrategy(uneven_batches='join')."
+                f"`uneven_batches` (={self._options.uneven_batches!r}) must be 'join' to use `join_loader`. Create "
+                "the strategy with HybridAllReduceStrategy(uneven_batches='join')."
             )
         assert self._timeout is not None
         agreement = BatchAgreement(

@@ -41,7 +41,7 @@ _HAS_ENDED = "has_ended"
 
 
 class JoinedSteps:
-    """Gradient weights in a Fabric training loop, and the state to restore after a repeated batch.
+    """Gradient weights of a Fabric training loop, and the state that is restored after a repeated batch.
 
     Args:
         world_size: Number of ranks.
@@ -175,7 +175,7 @@ class JoinedLoopLoader:
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("the training loader of a rank has no length")
+            raise TypeError("The training loader of a rank has no length.")
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -206,7 +206,7 @@ class JoinedLoopLoader:
 
 
 class ResumableJoinedLoader(JoinedLoopLoader):
-    """`JoinedLoopLoader` that can resume in the middle of an epoch, like this rank's loader.
+    """`JoinedLoopLoader` for loaders that can resume in the middle of an epoch.
 
     `fabric.save` gathers the states of all ranks.
     """
@@ -240,10 +240,10 @@ class ResumableJoinedLoader(JoinedLoopLoader):
         reader = self.exact_resume.reader
         if reader.world_size != state_dict["world_size"]:
             raise ValueError(
-                f"{OPTION}: the loader of {name_ranks(ended)} had ended when the checkpoint was saved, but other "
-                "loaders had not, so the rest of the epoch needs the same number of ranks "
-                f"(={state_dict['world_size']}, now {reader.world_size}). Resume on {state_dict['world_size']} "
-                "ranks, or from a checkpoint of the end of an epoch."
+                f"{OPTION} needs the same number of ranks as the checkpoint (={state_dict['world_size']}, now "
+                f"{reader.world_size}) to finish the epoch, because the loader of {name_ranks(ended)} had ended, but "
+                f"other loaders had not. Resume on {state_dict['world_size']} ranks, or from a checkpoint of the end "
+                "of an epoch."
             )
         reader.stays_in_epoch = reader.rank in ended
 
@@ -288,9 +288,9 @@ def samples_in(batch: Any, count_samples: Callable[[Any], int] | None) -> int:
         if isinstance(leaf, Tensor):
             return leaf.shape[0] if leaf.ndim > 0 else 1
     raise ValueError(
-        f"{OPTION} weights ranks by their number of samples, but the number in a batch of type "
-        f"{type(batch).__name__} is unknown, because the batch contains no tensor. Pass "
-        "join_loader(loader, count_samples=...) a function that returns the number."
+        f"{OPTION} weights ranks by their number of samples, but the number in a batch of type {type(batch).__name__} "
+        "is unknown, because the batch contains no tensor. Pass a function that returns the number as "
+        "join_loader(loader, count_samples=...)."
     )
 
 

@@ -19,7 +19,7 @@ class _StepSkipped(Exception):  # noqa: N818  no error
 
 
 class ClosureStep:
-    """Step of an optimizer that evaluates the loss through a closure, with handling of overflows.
+    """Optimizer step that evaluates the loss through a closure and handles overflows.
 
     If the gradients of the first evaluation overflow and no weight has changed since the step began, the step is
     skipped by an exception that leaves the optimizer. If weights have changed, as in SAM's second evaluation, leaving

@@ -31,7 +31,7 @@ class WriteSearch:
 
     @property
     def is_on(self) -> bool:
-        """True if the detector is active the next time that the parameters are switched back to fp32."""
+        """True if the detector will be active when the parameters are next switched back to fp32."""
         is_due = self._num_closings < NUM_FIRST_CLOSINGS or self._num_closings % EVERY_CLOSINGS == 0
         return is_due and self._on_host is None
 
@@ -70,7 +70,7 @@ class WriteSearch:
 
 
 def _sent_to_host(values: Tensor) -> tuple[Tensor, IsReady]:
-    """Start copying values to the host, and return the copy and a function that tells if it is complete."""
+    """Start copying values to the host. Return the copy and a function that tells whether it is complete."""
     if values.device.type != "cuda":
         return values.cpu(), lambda: True
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

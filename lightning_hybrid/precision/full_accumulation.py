@@ -1,4 +1,4 @@
-"""Setting that makes half-precision matrix products on CUDA accumulate in fp32 during training."""
+"""Switch that makes half-precision matrix products on CUDA accumulate in fp32 during training."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class FullAccumulation:
                 self._disabled.append(flag)
 
     def end(self) -> None:
-        """Restore the flags that `begin` has disabled."""
+        """Restore the flags that `begin` disabled."""
         while self._disabled:
             setattr(torch.backends.cuda.matmul, self._disabled.pop(), True)

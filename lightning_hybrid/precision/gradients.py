@@ -249,7 +249,7 @@ class BackwardGradients:
                 pair.fp32.grad = None
 
     def _blocks(self, group: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield the parameters that have gradients, either in one list or divided into smaller lists.
+        """Yield the parameters that have gradients, as one list or divided into smaller lists.
 
         They are split into blocks to limit memory if converted gradients are added to earlier sums and then freed.
         """
@@ -414,7 +414,7 @@ class BackwardGradients:
 
 
 class _OutsideTerms(torch.autograd.Function):
-    """Function whose output is zero, and whose backward pass returns given gradients of the parameters.
+    """Autograd function that outputs zero and whose backward pass returns given gradients of the parameters.
 
     They are multiplied by the gradient of the output, as in any backward pass, and then rounded to half precision.
     """
@@ -451,6 +451,6 @@ def _refuse_sparse(gradient: Tensor) -> None:
     if gradient.layout is torch.strided:
         return
     raise RuntimeError(
-        f"A gradient of shape {tuple(gradient.shape)} must be dense, because half precision and the all-reduce do not "
-        f"support sparse gradients, but its layout is {gradient.layout}. Set `sparse=False` in the embedding."
+        f"A gradient of shape {tuple(gradient.shape)} has the layout {gradient.layout}, but half precision and the "
+        "all-reduce support only dense gradients. Set `sparse=False` in the embedding."
     )

@@ -1,4 +1,4 @@
-"""List of modules that does not keep them alive."""
+"""List that holds weak references to modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class LivingModules:
-    """Ordered list of modules, from which a module disappears when no other code holds it.
+    """Ordered list of modules that drops a module once no other code references it.
 
     >>> modules = LivingModules()
     >>> layer = nn.Linear(2, 1)
@@ -48,7 +48,7 @@ class LivingModules:
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the distinct parameters of all modules, with the index of the module before their names."""
+        """Return the distinct parameters of all modules. Each name begins with the index of the module."""
         seen: set[int] = set()
         for index, module in enumerate(self):
             for name, parameter in module.named_parameters(prefix=str(index)):

@@ -22,7 +22,7 @@ NUM_LOOKS = 24
 
 
 class LossScale(ABC):
-    """Base class of loss scales, which are powers of two that may change after each step.
+    """Base class of loss scales. A loss scale is a power of two that may change after each step.
 
     Args:
         scale: Initial scale.
@@ -98,7 +98,7 @@ class StaticLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """Dynamic loss scale, which halves after an overflow and doubles after `growth_interval` clean steps.
+    """Dynamic loss scale that halves after an overflow and doubles after `growth_interval` steps without overflow.
 
         overflow:                        clean <- 0;  left <- max(left - 1, 0)
             if then left = 0:            scale <- max(scale * backoff_factor, min_scale)
@@ -244,7 +244,7 @@ class DynamicLossScale(LossScale):
         return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale, the number of clean steps and the remaining hysteresis as plain numbers.
+        """Return the scale, the number of steps without overflow and the remaining hysteresis as plain numbers.
 
         The state also records whether the run is still in its first steps.
         """

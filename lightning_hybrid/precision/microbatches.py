@@ -1,4 +1,4 @@
-"""Precision-plugin methods for pipeline schedules, which run each micro-batch forward and backward."""
+"""Precision-plugin methods for pipeline schedules, which run forward and backward per micro-batch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class MicrobatchMixin(_Base):
     def backward_of_microbatch(
         self, parameters: Iterable[nn.Parameter], *, is_last: bool
     ) -> Iterator[None]:
-        """Enter a context for the backward pass of one micro-batch, to accumulate unscaled fp32 gradients.
+        """Enter a context for the backward pass of one micro-batch that accumulates unscaled fp32 gradients.
 
         Args:
             parameters: All parameters that the backward may reach. Other parameters are not changed, because another

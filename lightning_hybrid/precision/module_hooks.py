@@ -176,7 +176,7 @@ class ModuleHooks:
 
 
 class ModuleHook(partial[Any]):
-    """Module hook that does nothing after it has been copied or pickled.
+    """Module hook whose copies and unpickled versions do nothing.
 
     Hooks of a copied module must not change the original module.
     """

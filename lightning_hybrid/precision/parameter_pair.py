@@ -32,7 +32,7 @@ _HOST_DEVICES = {"cpu"}
 
 
 class ParameterPair:
-    """Parameter together with a half-precision copy, which can be swapped for its fp32 value.
+    """Parameter with a half-precision copy that can be swapped in for the fp32 value.
 
     Args:
         name: Name of the parameter, for errors.
@@ -134,7 +134,7 @@ class ParameterPair:
             parameter._post_accumulate_grad_hooks = accumulate_hooks
 
     def leave_hooks_to_half(self) -> None:
-        """Run the user's gradient hooks for the half-precision copy only, until the parameter is closed.
+        """Run the user's gradient hooks only for the half-precision copy until the parameter is in fp32 again.
 
         Otherwise they would run twice if the graph of a loss contains the fp32 value as well.
         """

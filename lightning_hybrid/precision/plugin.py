@@ -104,13 +104,13 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     ) -> None:
         if precision not in ("16-true", "bf16-true"):
             raise ValueError(
-                f'`precision` (={precision!r}) must be "16-true" or "bf16-true", because the plugin keeps fp32 master '
-                "weights for half-precision training. Set one of these, or leave the plugin out."
+                f'`precision` (={precision!r}) must be "16-true" or "bf16-true" for training with fp32 master '
+                "weights. Set one of these, or leave the plugin out."
             )
         if precision == "bf16-true" and loss_scale is not None:
             raise ValueError(
-                f'`loss_scale` (={loss_scale!r}) must not be set with precision="bf16-true", because bf16 has the '
-                "range of fp32 and gradients do not underflow. Leave it out."
+                f'`loss_scale` (={loss_scale!r}) must not be set with precision="bf16-true", because gradients in '
+                "bf16, which has the range of fp32, need no scaling. Leave it out."
             )
         self.precision = precision
         self.dtype = torch.bfloat16
@@ -658,7 +658,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return any(id(parameter) in module_parameters for parameter in parameters_of(optimizer))
 
     def _state_for_user(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the step state of an optimizer, or of an optimizer that shares parameters with it."""
+        """Return the step state of an optimizer, or of another optimizer that shares parameters with it."""
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
         for state in self.optimizer_steps:
             if any(id(parameter) in parameters for parameter in parameters_of(state.optimizer)):

@@ -1,4 +1,4 @@
-"""Guard that keeps learning-rate schedules from advancing when the optimizer step was skipped.
+"""Guard that prevents learning-rate schedules from advancing after a skipped optimizer step.
 
 Otherwise the search for a loss scale would use up steps of the warm-up, and PyTorch would warn that the scheduler ran
 before the optimizer. The schedule runs on the host, but the flag that shows whether a step was skipped is on the

@@ -185,8 +185,8 @@ class ShardedHalfMixin(MasterWeightMixin):
         is_sharded = any(isinstance(submodule, FSDPModule) for submodule in module.modules())
         if not isinstance(strategy, strategy_types) or not is_sharded:
             raise misconfiguration(
-                f"`strategy` (={type(strategy).__name__}) must be ModelParallelStrategy, and {type(self).__name__} "
-                "must shard the module, because the shards are the fp32 master weights. Call "
+                f"`strategy` (={type(strategy).__name__}) must be ModelParallelStrategy with a module that "
+                f"{type(self).__name__} has sharded, because the shards are the fp32 master weights. Call "
                 "`self.trainer.precision_plugin.shard_(self.net, self.net.children(), mesh=...)` in "
                 "`configure_model`, or use strategy='hybrid_allreduce'."
             )
@@ -199,10 +199,9 @@ class ShardedHalfMixin(MasterWeightMixin):
         is_offloaded = device_types != {strategy.root_device.type}
         if is_offloaded and not (isinstance(strategy, HostShards) and strategy.offload):
             raise misconfiguration(
-                f"`strategy` (={type(strategy).__name__}) must not move shards to the device, because "
-                "`offload_policy` keeps them on the host. Define `class Offloading(HostShards, "
-                "ModelParallelStrategy): pass` with `HostShards` from lightning_hybrid.precision.sharded, and use it "
-                "as the strategy."
+                f"`strategy` (={type(strategy).__name__}) cannot train with `offload_policy`, because it would move "
+                "the offloaded shards to the device. Define `class Offloading(HostShards, ModelParallelStrategy): "
+                "pass` with `HostShards` from lightning_hybrid.precision.sharded, and use it as the strategy."
             )
         host = None
         if is_offloaded:

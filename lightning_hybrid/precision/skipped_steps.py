@@ -24,7 +24,7 @@ MAX_SKIPPED_STEPS_IN_A_ROW = 40
 
 
 class EndlessOverflowError(RuntimeError):
-    """Error raised when gradients overflow in too many consecutive steps for any loss scale to help."""
+    """Error raised when gradients overflow in so many consecutive steps that no loss scale can help."""
 
 
 class SkipFlag:
@@ -197,7 +197,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self[:] = current_states or self[:1]
 
     def forget(self, parameters: Container[int]) -> None:
-        """Remove the states of optimizers all of whose parameters no longer exist.
+        """Remove the states of optimizers whose parameters have all been deleted.
 
         Their scales must not hold down the scales of other optimizers.
 
@@ -216,7 +216,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self[:] = current
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
-        """Return the skip flags of the last step of one optimizer, or of all optimizers for None."""
+        """Return the skip flags of the last step of one optimizer, or of all optimizers if it is None."""
         states: list[OptimizerStepState] = self
         if optimizer is not None:
             states = [self.of(optimizer)]

@@ -89,7 +89,7 @@ class CommSetup:
         return self.engine.trace
 
     def enter(self, phase: Phase) -> None:
-        """Record the beginning of a phase of the training step in the communication trace."""
+        """Record the start of a phase of the training step in the communication trace."""
         if self.engine is not None:
             self.engine.trace.enter(phase)
 
@@ -102,7 +102,7 @@ class CommSetup:
     # ---- topology and plan -------------------------------------------------------------------
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether the options or the module's layers may use several process groups at the same time."""
+        """Return whether the options or the layers of the module may use several process groups at the same time."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
         if self.options.plan.algorithm not in ("auto", "flat"):
@@ -170,7 +170,7 @@ class CommSetup:
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
-        """Store additional engine arguments, and adopt their communication plan if they contain one."""
+        """Store additional engine arguments. If they include a communication plan, use it for the run."""
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
 
@@ -317,7 +317,7 @@ def _is_orthogonal(optimizer: Optimizer) -> bool:
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
-    """Return the `id`s of all parameters that DDP averages or ignores, and the names of ignored parameters."""
+    """Return the `id`s of all parameters that DDP averages or ignores, and the names of those that it ignores."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     averaged: set[int] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):

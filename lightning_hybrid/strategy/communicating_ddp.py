@@ -1,4 +1,4 @@
-"""Base class of the strategies, which handles rendezvous, gradient averaging and failure reports."""
+"""Base class of the strategies. It handles rendezvous, gradient averaging and failure reports."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class CommunicatingDDP(_Base):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Set up processes like DDP, and start a watchdog, so that errors name missing or failed ranks."""
+        """Set up processes like DDP, and start a watchdog so that error messages name missing or failed ranks."""
         has_several = self._comm.has_several_communicators(self._module)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
@@ -181,7 +181,7 @@ class CommunicatingDDP(_Base):
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward pass, and raise an error if it produces no gradients for which other ranks wait."""
+        """Run the backward pass, and raise an error if other ranks wait for gradients that it does not produce."""
         refuse_loss_without_gradient(
             closure_loss, rank=self.global_rank, world_size=self.world_size
         )
@@ -196,7 +196,7 @@ class CommunicatingDDP(_Base):
         return scaled_loss
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Raise if a backward pass has filled no gradient bucket although other ranks wait for one."""
+        """Raise if a backward pass has filled no gradient bucket, because other ranks would wait for this rank."""
         is_averaged = (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
@@ -245,7 +245,7 @@ class CommunicatingDDP(_Base):
             return gathered
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report this rank's error to other ranks, or add the rank at fault to an error caused elsewhere."""
+        """Report this rank's error to the other ranks, or name the rank at fault if another rank caused the error."""
         # This comes first, because DDP replaces torch's message by its advice, which the report then repeats.
         super().on_exception(exception)
         use_own_names(exception, strategy=type(self).__name__)

@@ -1,4 +1,4 @@
-"""Table of options and features that cannot be combined, and the errors that report them.
+"""Table of options and features that cannot be combined, and checks that raise errors for such combinations.
 
 A test compares the documentation page about options with the table.
 """
@@ -59,7 +59,7 @@ CURES = {
     # Features of the run.
     "unequal nodes": "launch the same number of ranks on every node",
     "precision": "use 16-true instead of 16-mixed, or bf16-true instead of bf16-mixed",
-    "double precision": "take 32-true",
+    "double precision": "set precision='32-true'",
     "gradient scaler": "use 16-true, whose loss scale is the same on all ranks, or bf16-mixed",
     "accumulation": "multiply `num_microbatches` and the batch size of the loader by this number instead",
     "manual optimization": "return the loss from `training_step`",
@@ -79,20 +79,20 @@ CURES = {
     "gather in a step": "call `all_gather` in a hook after the step",
     "gather with gradients": "compute the loss from the samples of one rank",
     "local fp16 sums": "average gradients in every backward, or use bf16-true",
-    "global batch": "use a loss over fewer pairs (of one rank, or of one micro-batch)",
+    "global batch": "use a loss that compares only the samples of one rank or one micro-batch",
 }
 """Features of options and runs, each with the change that removes it."""
 
 
 class Exclusion(NamedTuple):
-    """Pair of features that cannot be combined, with the reason."""
+    """Pair of features that cannot be combined, and the reason why."""
 
     feature: str
     conflict: str
     reason: str
 
 
-_RULES = "optimizers with norms, factorization or line search need full tensors, but each rank has only a shard"
+_RULES = "optimizers that use norms, factorization or a line search need full tensors, but each rank has only a shard"
 _RULE_OF_SCALE = (
     "residuals must follow the loss scale and its skipped steps, "
     "but Lightning's gradient scaler does not expose them"
@@ -179,15 +179,17 @@ EXCLUDED = (
     Exclusion(
         "SyncBatchNorm",
         "uneven batches",
-        "its statistics would include the samples of repeated batches",
+        "batch statistics would include the samples of repeated batches",
     ),
     Exclusion(
-        "global batch", "uneven batches", "it would compare samples with those of repeated batches"
+        "global batch",
+        "uneven batches",
+        "the loss would compare samples with those of repeated batches",
     ),
     Exclusion(
         "several loaders",
         "uneven batches",
-        "the loaders of a rank have different lengths, so it is not known when its epoch ends",
+        "the loaders of a rank may have different lengths, so it is unclear when its epoch ends",
     ),
     Exclusion(
         "dataloader_iter",
@@ -207,7 +209,8 @@ EXCLUDED = (
     Exclusion(
         "local fp16 sums",
         "uneven batches",
-        "batches have different divisors in manual optimization, but a local sum can have only one",
+        "the gradients of each batch need their own divisor, but gradients that are summed on a rank can have only "
+        "one",
     ),
     Exclusion("unequal nodes", "local steps", "each node has the same weight in the average"),
     Exclusion("unequal nodes", "shard update", "every node must have the same shards of a tensor"),
@@ -232,7 +235,8 @@ EXCLUDED = (
     Exclusion(
         "line search",
         "pipeline",
-        "it needs inner products of the gradients of the whole network, but a rank has only those of its stages",
+        "a line search needs inner products of the gradients of the whole network, but a rank has only those of its "
+        "stages",
     ),
     Exclusion(
         "SyncBatchNorm",
@@ -242,14 +246,21 @@ EXCLUDED = (
     Exclusion(
         "SyncBatchNorm",
         "local steps",
-        "it waits for all ranks in every forward, and statistics are averaged together with the weights anyway",
+        "SyncBatchNorm waits for all ranks in every forward pass, and statistics are averaged together with the "
+        "weights anyway",
     ),
     Exclusion("ModelPruning", "local steps", "each node would prune according to its own weights"),
-    Exclusion("ModelPruning", "pipeline", "it compares the weights of the whole network"),
+    Exclusion("ModelPruning", "pipeline", "pruning compares the weights of the whole network"),
     Exclusion(
-        "StochasticWeightAveraging", "pipeline", "it copies the weights of the whole network"
+        "StochasticWeightAveraging",
+        "pipeline",
+        "weight averaging copies the weights of the whole network",
     ),
-    Exclusion("BaseFinetuning", "pipeline", "it adds layers of the whole network to the optimizer"),
+    Exclusion(
+        "BaseFinetuning",
+        "pipeline",
+        "fine-tuning adds layers of the whole network to the optimizer",
+    ),
     Exclusion(
         "GradientAccumulationScheduler", "pipeline", "micro-batches already accumulate gradients"
     ),
@@ -295,7 +306,7 @@ all-reduce algorithms, but Adasum is not a sum. Leave `comm.plan` out, or set be
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:
-    """Return those properties of a topology that some options do not support, such as unequal nodes."""
+    """Return the properties of a topology that some options do not support, such as unequal nodes."""
     if topology.ranks_per_node:
         return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
@@ -303,7 +314,7 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
-    """Return those properties of a precision plugin that some options do not support, such as `64-true`."""
+    """Return the properties of a precision plugin that some options do not support, such as `64-true`."""
     text = f"`precision` (={plugin.precision!r})"
     features: dict[str, str] = {}
     if plugin.precision == "64-true":
@@ -316,7 +327,7 @@ def in_precision(plugin: Any) -> dict[str, str]:
 
 
 def in_module(module: nn.Module) -> dict[str, str]:
-    """Return those layers of a module that some options do not support, such as `SyncBatchNorm`."""
+    """Return the layers of a module that some options do not support, such as `SyncBatchNorm`."""
     features: dict[str, str] = {}
     for name, layer in module.named_modules():
         text = f"`{name or 'the module'}` (={type(layer).__name__})"
@@ -336,7 +347,7 @@ _EXCLUDING_CALLBACKS = (
 
 
 def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
-    """Return those callbacks that some options do not support, such as `ModelPruning`."""
+    """Return the callbacks that some options do not support, such as `ModelPruning`."""
     features: dict[str, str] = {}
     for callback in callbacks:
         for name in _EXCLUDING_CALLBACKS:
@@ -348,7 +359,7 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return those properties of optimizers that some options do not support, such as shared parameters.
+    """Return the properties of optimizers that some options do not support, such as shared parameters.
 
     Args:
         optimizers: Optimizers to inspect.
@@ -402,7 +413,7 @@ Losses of `lightning_hybrid.contrastive` have the attribute `couples_the_batch`.
 
 
 def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
-    """Warn if gradients are accumulated although a loss compares the samples of a batch."""
+    """Warn if gradients are accumulated with a loss that compares the samples of a batch with each other."""
     if accumulate_grad_batches <= 1:
         return
     coupled_types = _coupled_types(module)

@@ -1,4 +1,4 @@
-"""Validation, test and prediction in which every sample counts once (`exact_evaluation`).
+"""Exact evaluation: validation, test and prediction that count every sample once (`exact_evaluation=True`).
 
 Ranks then have unequal numbers of samples. The following rules keep ranks from waiting for each other in vain:
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """State and rules of exact evaluation, for the data loaders and collectives of evaluation loops.
+    """Manager of exact evaluation, which handles the data loaders and collectives of evaluation loops.
 
     Args:
         is_exact: Whether every sample counts once. False: as in `ddp`, which repeats some samples.
@@ -161,7 +161,7 @@ class Evaluation:
             handle.remove()
 
     def note_padding(self, share: EvaluationShare) -> None:
-        """Warn once that the last batch repeats samples, because user code calls collectives."""
+        """Warn once that samples in the last batch are repeated because user code calls collectives."""
         step = f"{self._stage}_step"
         if self._stage == "val":
             step = "validation_step"
@@ -196,7 +196,7 @@ class Evaluation:
     # ---- self.log ----------------------------------------------------------------------------
 
     def to_reduce(self, tensor: Any, reduce_op: Any) -> Any:
-        """Convert an integer tensor to floating point if it is averaged in an exact evaluation.
+        """Convert an integer tensor to floating point if it is to be averaged during exact evaluation.
 
         Lightning divides an averaged sum by the averaged number of samples. Without the conversion, that number would
         be rounded to an integer. Any other tensor is returned unchanged.
@@ -251,7 +251,7 @@ def _can_count() -> bool:
 
 
 def _repeats(share: EvaluationShare) -> str:
-    """Return a clause for a warning, which says how many samples count more than once."""
+    """Return a clause for a warning that says how many samples count more than once."""
     if share.num_repeats == 1:
         return f"1 sample of {share.num_samples} counts twice"
     if share.num_repeats <= share.num_samples:

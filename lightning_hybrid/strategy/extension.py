@@ -74,7 +74,7 @@ class FitContext:
         return getattr(self.precision, "optimizer_steps", ())
 
     def outside_of_steps(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters are fp32, even in the middle of a training step."""
+        """Return a context in which parameters are in fp32, even in the middle of a training step."""
         window: HalfPrecisionWindow | None = getattr(self.precision, "window", None)
         if window is None:
             return nullcontext()
@@ -133,7 +133,7 @@ class FitExtension:
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields this rank's part of a full optimizer state, to be loaded."""
+        """Return a context that yields the part of a full optimizer state that this rank has to load."""
         return nullcontext(state)
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
@@ -167,7 +167,7 @@ class FitExtension:
         """
 
     def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run the backward pass by calling `run` with the loss or a modified loss, and return the result."""
+        """Run the backward pass by calling `run` with the loss or a modified loss, and return its result."""
         return run(loss)
 
     def before_all_gather(self, fit: RunningFit) -> None:
@@ -206,7 +206,7 @@ class FitExtension:
         """
 
     def in_validation(self, fit: RunningFit) -> None:
-        """Run at the start and the end of a validation epoch, after the hooks of all callbacks.
+        """Run at the start and at the end of a validation epoch, after the hooks of all callbacks.
 
         Those hooks may set new weights. May be collective.
         """

@@ -42,7 +42,7 @@ class NumberedParameter(NamedTuple):
 
 
 class Slab:
-    """Group of parameters whose residuals are gathered in one collective, with adjacent codec blocks."""
+    """Group of parameters with adjacent codec blocks, whose residuals are gathered in one collective."""
 
     def __init__(self, first: NumberedParameter) -> None:
         self.parameters = [first]
@@ -145,7 +145,7 @@ class ErrorFeedbackExtension(FitExtension):
         return outputs
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Discard the residuals, because other ranks may not take part in gathering them any more."""
+        """Discard the residuals, because the other ranks may no longer take part in gathering them."""
         if fit.failures.ending_error is not None:
             self._feedback = None
 
@@ -167,8 +167,8 @@ class ErrorFeedbackExtension(FitExtension):
         if error is not None:
             rank_zero_warn(
                 "`between_nodes.error_feedback` (=True): a checkpoint that is saved after this rank failed with "
-                f"{type(error).__name__} contains no residuals, because other ranks may not save with it. A run that "
-                "resumes from it starts with residuals of zero."
+                f"{type(error).__name__} contains no residuals, because the other ranks may not take part in the "
+                "save. A run that resumes from it starts with residuals of zero."
             )
             return
         residuals = self.collected(fit)
@@ -177,7 +177,7 @@ class ErrorFeedbackExtension(FitExtension):
 
     @torch.no_grad()
     def collected(self, fit: FitContext) -> dict[str, Tensor]:
-        """Gather the residuals of all nodes on rank zero, in a dictionary keyed by parameter name.
+        """Gather the residuals of all nodes on rank zero, as a dictionary with parameter names as keys.
 
         Other ranks get an empty dictionary.
 
@@ -203,7 +203,7 @@ class ErrorFeedbackExtension(FitExtension):
         return residuals
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Restore this node's residuals from a checkpoint. If it has none, keep them at zero."""
+        """Restore this node's residuals from a checkpoint. If the checkpoint has none, the residuals stay zero."""
         saved = checkpoint.get(KEY)
         if self._feedback is None or saved is None:
             return

@@ -55,7 +55,7 @@ class FitExtensions:
             extension.before_optimizers(self.fit)
 
     def engine_options(self, plan: CommPlan) -> dict[str, Any]:
-        """Return the communication plan and other engine arguments that extensions request."""
+        """Return the communication plan and the other engine arguments that extensions request."""
         options: dict[str, Any] = {"plan": plan}
         for extension in self.members:
             options |= extension.engine_options(self.fit, options["plan"])
@@ -118,7 +118,7 @@ class FitExtensions:
             getattr(extension, hook)(fit, *args)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run the backward pass inside the nested hooks of all extensions, the first extension outermost."""
+        """Run the backward pass inside the nested hooks of all extensions, where the first extension is outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.backward, fit, run=run)
         return run(loss)
@@ -130,7 +130,7 @@ class FitExtensions:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run an optimizer step inside the nested hooks of all extensions, the first extension outermost."""
+        """Run an optimizer step inside the nested hooks of all extensions, where the first extension is outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.update, fit, optimizer, closure, run, **options)
         for extension, fit in reversed(self._running_members()):
@@ -243,7 +243,7 @@ class FitExtensions:
 
 
 def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> None:
-    """Call all functions, even if one of them raises an error.
+    """Call all given functions, even if one of them raises an error.
 
     If the run has failed with `error`, errors of the calls become warnings, because the user has to see the error of
     the run. Otherwise the first error is raised, with the others as notes.
@@ -308,8 +308,8 @@ def build_extensions(strategy: Any) -> FitExtensions:
         extension = factory(fit)
         if not isinstance(extension, FitExtension):
             raise ValueError(
-                f"`extensions` (={factory!r}) must be factories that take a `FitContext` and return a `FitExtension`. "
-                f"This factory returned {type(extension).__name__}. Derive its class from `FitExtension`."
+                f"`extensions` (={factory!r}) must return a `FitExtension` when called with a `FitContext`, but "
+                f"returned {type(extension).__name__}. Derive the class of the returned object from `FitExtension`."
             )
         extensions.append(extension)
     if not extensions:

@@ -1,4 +1,4 @@
-"""Strategy `hybrid_allreduce`, which extends Lightning's DDP strategy."""
+"""The `hybrid_allreduce` strategy, which extends Lightning's DDP strategy."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class HybridAllReduce(HalfPrecisionDDP):
             self._failures.end_setup()  # The engine's watchdog names missing ranks from here on.
 
     def _hidden(self) -> AbstractContextManager[None]:
-        """Return a context in which layers of other ranks are not moved to the device with the module."""
+        """Return a context in which moving the module to the device leaves out the layers of other ranks."""
         return nullcontext()
 
     def model_to_device(self) -> None:
@@ -202,7 +202,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Add prefetching to a loader, and exact resume or exact evaluation if enabled.
+        """Add prefetching to a loader, as well as exact resume or exact evaluation if enabled.
 
         Batches are not prefetched to the device if the user's own hooks move them.
         """
@@ -286,7 +286,7 @@ class HybridAllReduce(HalfPrecisionDDP):
         super().on_validation_end()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks. In exact evaluation, integers are averaged as floats."""
+        """Reduce a tensor over all ranks. In exact evaluation, integers are converted to floats for averaging."""
         tensor = self._evaluation.to_reduce(tensor, reduce_op)
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 

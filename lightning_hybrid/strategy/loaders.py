@@ -98,7 +98,7 @@ class TrainingLoaders:
             self.seed = next(seed for rank, seed in seeds if rank == self.rank)
 
     def _separate_combined_loader(self) -> None:
-        """Replace the user's `CombinedLoader` by a copy, so that the user can iterate over the original.
+        """Replace the user's `CombinedLoader` by a copy, so that user code can still iterate over the original.
 
         Lightning stores the iterators of training in the loader, and iterating over it would replace them.
         """
@@ -152,7 +152,7 @@ class TrainingLoaders:
     def process_second(
         self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None
     ) -> Any:
-        """Prepare a loader that a callback reads next to Lightning's own loaders.
+        """Prepare a loader that a callback reads in addition to Lightning's own loaders.
 
         The loader yields its batches unchanged in every stage, even if evaluation is exact. It moves them to the device
         in advance.
@@ -217,7 +217,7 @@ class TrainingLoaders:
         return int(self._trainer.accumulate_grad_batches)
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return whether an iterator belongs to the training loop, and not to user code."""
+        """Return whether an iterator belongs to the training loop rather than to user code."""
         from lightning_hybrid.data.place import is_held_by_training
 
         return is_held_by_training(self._trainer, holder)
@@ -285,7 +285,7 @@ class TrainingLoaders:
         return Place(epoch, resume.current.place.cycle + 1)
 
     def _load_states(self) -> None:
-        """Load the loader states of the checkpoint into the existing training loaders on resume."""
+        """Restore the loader states of a checkpoint in the existing training loaders."""
         states = [state for state in self._states or () if state is not None]
         self._states = None
         if not self._trainer.fit_loop.is_resuming:
@@ -297,7 +297,8 @@ class TrainingLoaders:
         elif states:
             rank_zero_warn(
                 f"The checkpoint has the states of {len(states)} training loaders, but this run has {len(resumes)} "
-                "loaders. The states are ignored, so the rest of the epoch may have different samples."
+                "loaders. The states are ignored, so the rest of the epoch may have different samples. Use as many "
+                "training loaders as the interrupted run to resume exactly."
             )
 
     def _resumed_start(self) -> Place:
@@ -324,7 +325,7 @@ class TrainingLoaders:
         return self._start
 
     def _set_accumulation_of(self, epoch: int) -> None:
-        """Set the number of accumulated batches as `GradientAccumulationScheduler` does for an epoch.
+        """Set the number of accumulated batches for an epoch, as `GradientAccumulationScheduler` does.
 
         The callback itself acts only at the start of an epoch, which a resumed run may skip.
         """
@@ -335,7 +336,7 @@ class TrainingLoaders:
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
 
     def _batches_after(self, resumed: ResumedPlace) -> int:
-        """Return the number of finished batches of the epoch, in batches of this run's batch size."""
+        """Return the number of finished batches of the epoch, converted to this run's batch size."""
         num_done = resumed.batches_done
         if num_done == 0:
             return 0
@@ -354,7 +355,7 @@ class TrainingLoaders:
         return numbers[0]
 
     def _length_of_finished_epoch(self, num_done: int) -> int:
-        """Return the length of an already finished epoch, in batches of this run's batch size.
+        """Return the number of batches in an already finished epoch, converted to this run's batch size.
 
         With another batch size, the last step of the epoch may have a different number of batches.
         """
@@ -414,9 +415,9 @@ class TrainingLoaders:
         for loader in self._training_loaders():
             if self._processed and not any(loader is processed for processed in self._processed):
                 raise RuntimeError(
-                    f"The training loader (={type(loader).__name__}) must be the one that the strategy's "
-                    "`process_dataloader` returned, because its position is tracked there. Wrap the loader that "
-                    "you pass to `Trainer.fit`, or set exact_resume=False."
+                    f"The training loader (={type(loader).__name__}) is not the one that the strategy's "
+                    "`process_dataloader` returned, so its position is not tracked. Wrap the loader before you pass "
+                    "it to `Trainer.fit`, or set exact_resume=False."
                 )
         for resume in self._resumes:
             if resume.has_begun and fit._data_fetcher.fetched == 0:
@@ -449,9 +450,7 @@ class TrainingLoaders:
         for resume in self._resumes:
             caveat = resume.caveat()
             if caveat:
-                rank_zero_warn(
-                    f"The training loader does not resume exactly, or not immediately: {caveat}."
-                )
+                rank_zero_warn(f"The training loader may resume inexactly or slowly: {caveat}.")
 
     # ---- checkpoints -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Checks that a rank's loss depends on parameters, because other ranks wait for their gradients."""
+"""Checks that the loss of a rank depends on parameters, because the other ranks wait for the rank's gradients."""
 
 from __future__ import annotations
 

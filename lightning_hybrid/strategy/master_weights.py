@@ -67,14 +67,14 @@ class MasterWeights:
 
     @property
     def window(self) -> HalfPrecisionWindow | None:
-        """Switch of the module's parameters between fp32 and half precision, or None without master weights."""
+        """Window that switches parameters between fp32 and half precision, or None without master weights."""
         if self.half is None:
             return None
         return self.half.window
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Data type of forward and backward in half-precision training, or None in other training."""
+        """Data type of the forward and backward passes in half-precision training, or None otherwise."""
         if self.window is None:
             return None
         return self.window.dtype
@@ -184,7 +184,7 @@ class MasterWeights:
             self.half.close_window()
 
     def run_deferred_schedules(self) -> None:
-        """Run the deferred steps of learning-rate schedules, which had to wait for the optimizer step."""
+        """Run the steps of learning-rate schedules that were deferred until after the optimizer step."""
         if self.half is not None:
             self.half.run_deferred_schedules()
 

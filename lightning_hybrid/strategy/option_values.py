@@ -1,4 +1,4 @@
-"""Option classes, whose objects the user passes to a strategy.
+"""Option classes of the strategies. Users pass objects of these classes to a strategy.
 
 Choices that cannot be combined are classes for the same argument.
 """
@@ -108,9 +108,8 @@ class Mean(BetweenNodes):
         if self.error_feedback and not isinstance(dtype, Codec):
             dtype_name = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"`{name}` (=True) requires a codec between nodes, because only the rounding errors of int8 and int4 "
-                f"are fed back, but `between_nodes.dtype` is {dtype_name}. Set dtype='int8' or 'int4', or leave "
-                f"`{name}` out."
+                f"`{name}` (=True) needs a codec between nodes, but `between_nodes.dtype` is {dtype_name}. Only the "
+                f"rounding errors of int8 and int4 are fed back. Set dtype='int8' or 'int4', or leave `{name}` out."
             )
 
     @property
@@ -194,7 +193,7 @@ class LocalSteps(BetweenNodes):
         return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
 
     def num_periods(self, num_steps: int) -> int:
-        """Return the number of weight averages in the first `num_steps` optimizer steps."""
+        """Return how many times weights are averaged in the first `num_steps` optimizer steps."""
         return max(0, num_steps - self.from_step) // self.every
 
     @property
@@ -205,7 +204,7 @@ class LocalSteps(BetweenNodes):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comm(OptionValue):
-    """Options of the all-reduce, none of which changes the result beyond rounding.
+    """Options of the all-reduce. None of them changes the result by more than rounding errors.
 
     Args:
         algorithm: `"flat"`: one all-reduce over all ranks. `"parallel_flat"`: the same, several at once.
@@ -229,7 +228,7 @@ class Comm(OptionValue):
     dtype: str | torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if an option is invalid or the file of a plan cannot be read."""
+        """Raise `ValueError` if an option is invalid or the plan file cannot be read."""
         make_whole(self, "bucket_bytes")
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
@@ -268,7 +267,7 @@ class Comm(OptionValue):
         # A class has the same attributes as its objects, so that the class of a planner would count as a planner.
         if isinstance(plan, type):
             raise ValueError(
-                f"`comm.plan` (={plan.__name__}) must be an object, but it is a class. Set "
+                f"`comm.plan` (={plan.__name__}) is a class, but must be an object. Set "
                 f"comm=Comm(plan={plan.__name__}(...))."
             )
         if isinstance(plan, Planner):
@@ -279,7 +278,7 @@ class Comm(OptionValue):
             return CommPlan.from_json(Path(plan).read_text())
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
-                f"`comm.plan` (={plan!r}) must be the path of a readable plan: {error}. Create a plan with "
+                f"`comm.plan` (={plan!r}) cannot be read as a plan: {error}. Create a plan with "
                 "`CommPlan(...).to_json()`, or leave `comm.plan` out."
             ) from error
 

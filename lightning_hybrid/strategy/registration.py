@@ -94,7 +94,7 @@ def _register(module: ModuleType) -> None:
     except Exception as error:
         # The version of Lightning may be unknown. Its import must not fail because of this package.
         warnings.warn(
-            f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}",
+            f"Could not register strategy={STRATEGY_NAME!r} in {module.__name__}: {error}",
             stacklevel=2,
         )
 

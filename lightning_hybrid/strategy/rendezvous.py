@@ -78,7 +78,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
         missing = _await_result(names, end_s, where, rank, timeout)
     if missing:
         raise RendezvousError(
-            f"`WORLD_SIZE` (={world_size}) ranks must connect at {where}, but {missing} did not connect within "
+            f"`WORLD_SIZE` (={world_size}) ranks were expected at {where}, but {missing} did not connect within "
             f"{timeout.total_seconds():g} s. Check that every rank was started with this MASTER_ADDR and MASTER_PORT "
             "and that no firewall blocks the connection, or increase `timeout`."
         )
@@ -98,9 +98,8 @@ def _open_store(
     except dist.DistError as error:
         if rank == 0:
             raise RendezvousError(
-                f"`MASTER_PORT` (={port}) must be a port that rank 0 can listen on: {first_line(error)}. Another "
-                "process may also be rank 0, or another job may use this port. Set another port on every rank, or "
-                "stop that process."
+                f"`MASTER_PORT` (={port}) cannot be opened by rank 0: {first_line(error)}. Another process may also "
+                "be rank 0, or another job may use this port. Set another port on every rank, or stop that process."
             ) from error
         raise RendezvousError(_no_answer(f"{address}:{port}", rank, timeout)) from error
 
@@ -123,7 +122,7 @@ def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
 
 
 def listening_address(address: str) -> str:
-    """Return the IP address on which rank zero listens, or an empty string if it is every interface.
+    """Return the IP address on which rank zero listens, or an empty string if it listens on every interface.
 
     A host name other than `localhost` stands for all interfaces.
 
@@ -157,7 +156,7 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     # The limit is a year, because torch converts the timeout to milliseconds and nanoseconds.
     if not is_number or not 0 < seconds <= 366 * 86400:
         raise ValueError(
-            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta, because it limits the "
+            f"`timeout` (={setting!r}) must be a positive number of seconds or a positive timedelta. It limits the "
             "time that ranks wait for each other at the start and in each collective. Set timeout=1800, or leave "
             "`timeout` out."
         )
@@ -205,7 +204,8 @@ def _listen(address: str, port: int) -> socket.socket | None:
         if error.errno != errno.EADDRINUSE:
             rank_zero_warn(
                 f"MASTER_ADDR (={address}) is not an address of this host ({error.strerror}), so rank 0 listens on "
-                f"port {port} of all interfaces."
+                f"port {port} of all interfaces. Set MASTER_ADDR to an address of this host to listen on that address "
+                "only."
             )
         return None
     return listener
@@ -243,7 +243,7 @@ def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
 def _await_result(
     names: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta
 ) -> str:
-    """Wait for rank zero's result of the rendezvous, and return the missing ranks as text."""
+    """Wait for the result of the rendezvous from rank zero, and return the missing ranks as text."""
     remaining_s = max(0.0, end_s - monotonic()) + GRACE_S
     try:
         names.wait(["result"], timedelta(seconds=remaining_s))
@@ -259,8 +259,8 @@ def _await_result(
 def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
     return (
         f"`MASTER_ADDR` and `MASTER_PORT` (={where}) must be the address of rank 0, but rank {rank} on host "
-        f"{socket.gethostname()} received no answer from it within {timeout.total_seconds():g} s. Check that rank 0 "
-        "is running, that it did not exit with an error, and that no firewall blocks the connection. To run without a "
+        f"{socket.gethostname()} received no answer there within {timeout.total_seconds():g} s. Check that rank 0 is "
+        "running, that it did not exit with an error, and that no firewall blocks the connection. To run without a "
         "launcher, unset RANK, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
     )
 
@@ -303,10 +303,10 @@ def connect_ranks(
     except dist.DistError as error:
         raise RendezvousError(
             f"`WORLD_SIZE` (={environment.world_size()}) ranks connected at "
-            f"{environment.main_address}:{environment.main_port}, but cannot connect to each other: "
-            f"{first_line(error)}. Set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the network interface, "
-            "because the default is the interface of the host name, and check that each process can open enough files "
-            "(`ulimit -n`)."
+            f"{environment.main_address}:{environment.main_port}, but they cannot connect to each other: "
+            f"{first_line(error)}. Set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the network interface that "
+            "the nodes share, such as eth0. The default is the interface of the host name. Check also that each "
+            "process can open enough files (`ulimit -n`)."
         ) from error
     let_ranks_report()
 
@@ -363,16 +363,16 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
     device_types = {getattr(device, "type", type(device).__name__) for device in devices or ()}
     for device_type in device_types - {"cpu", "cuda"}:
         raise misconfiguration(
-            f"`accelerator` (=one of {device_type!r} devices) must be cpu or cuda with strategy={name!r}, because "
-            "Gloo and NCCL support no other devices. Set accelerator='cpu', or strategy='auto' for one device."
+            f"`accelerator` (={device_type!r} devices) must be 'cpu' or 'cuda' with strategy={name!r}, because Gloo "
+            "and NCCL support no other devices. Set accelerator='cpu', or strategy='auto' for one device."
         )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
     # Lightning raises an error too, but its error would name a variant of DDP.
     if start_method == "popen" and is_interactive:
         raise misconfiguration(
-            f"`strategy` (={name!r}) must be started from a script, because it repeats the command for each rank, but "
-            f"an interactive session or a notebook has no command. Set strategy='{name}_notebook' (or "
-            "start_method='fork' in a strategy object), which forks the ranks, or run your code as a script."
+            f"`strategy` (={name!r}) cannot be used in an interactive session or a notebook, because it starts each "
+            f"rank by repeating the command of a script. Set strategy='{name}_notebook' (or start_method='fork' in a "
+            "strategy object), which forks the ranks, or run your code as a script."
         )
 
 

@@ -28,9 +28,9 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
     flag = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
     if flag not in ("32-true", plugin.precision):
         raise misconfiguration(
-            f"`precision` (={flag!r}) must agree with the strategy's own precision plugin "
-            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently be used instead. Set the precision "
-            f"once: leave `precision=` out, or leave `precision_plugin=` out."
+            f"`precision` (={flag!r}) differs from the precision of the strategy's own plugin "
+            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently be used instead. Leave out either "
+            "`precision=` or `precision_plugin=`."
         )
 
 
@@ -112,7 +112,7 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
 
 
 def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None:
-    """Warn if the user has set a loss scale but the precision does not use one."""
+    """Warn if the user has set a loss scale, but the precision does not use it."""
     if loss_scale is None or plugin.precision == "16-true":
         return
     own_scaler = ""
@@ -140,8 +140,7 @@ def refuse_other_accumulation(accumulate_grad_batches: Any) -> None:
             "from `lightning.pytorch.callbacks`"
         )
     raise ValueError(
-        f"`accumulate_grad_batches` (={value!r}) must be a whole number, 1 or more, because it is the number of "
-        f"batches per step. {cure}."
+        f"`accumulate_grad_batches` (={value!r}) must be a whole number of batches per step, 1 or more. {cure}."
     )
 
 

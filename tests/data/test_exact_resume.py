@@ -516,7 +516,7 @@ def loop_over_a_sized_stream(path: str, is_resumed: bool) -> list[list[int]]:
     return read
 
 
-@pytest.mark.filterwarnings("ignore:The training loader does not resume exactly")
+@pytest.mark.filterwarnings("ignore:The training loader may resume inexactly")
 def test_a_stream_saved_after_its_last_batch_begins_again_at_once(one_rank, tmp_path):
     """The sampler of a stream is endless, so the test must not draw from it."""
     path = f"{tmp_path}/3.ckpt"

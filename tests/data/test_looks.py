@@ -302,7 +302,7 @@ def test_a_strategy_that_wraps_the_loader_again_is_refused_by_name():
     """The loop would not hold the strategy's iterators, so a resumed run would start from the beginning."""
     trainer = toy.trainer(max_epochs=1, strategy=Wrapping())
     with pytest.raises(
-        RuntimeError, match=r"\(=Wraps\) must be the one that the strategy's `process_dataloader`"
+        RuntimeError, match=r"\(=Wraps\) is not the one that the strategy's `process_dataloader`"
     ):
         trainer.fit(Module(), DataLoader(range(8), 2))
 

@@ -109,7 +109,7 @@ def test_hooks_at_the_start_of_a_resumed_epoch_that_do_not_run_again_are_named(t
     (text,) = warnings_of_hooks(f"{tmp_path}/11.ckpt", None, WeighsByEpoch(), *callbacks)
     names = ("Harder", "LambdaCallback", "WeighsByEpoch")
     listed = ", ".join(f"`{name}.on_train_epoch_start`" for name in names)
-    assert f"in the middle of epoch 1. Its {listed} ran before the checkpoint" in text
+    assert f"in the middle of epoch 1. In this epoch, {listed} ran before the checkpoint" in text
     assert warnings_of_hooks(f"{tmp_path}/0.ckpt", None, WeighsByEpoch(), *callbacks) == []
     assert warnings_of_hooks(f"{tmp_path}/11.ckpt", None, Net()) == []
 

@@ -109,7 +109,7 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
             lambda: microbatches(torch.zeros(6, 2), 4),
             r"`batch_size` \(=6\) must be a multiple of `num_microbatches`",
         ),
-        (lambda: microbatches({"path": "a.jpg"}, 4), "must have one row per sample"),
+        (lambda: microbatches({"path": "a.jpg"}, 4), "contains no tensor, array or list"),
         (
             lambda: microbatches({"images": torch.zeros(8), "labels": torch.zeros(16)}, 4),
             r"\(with \[8, 16\] rows\) must",

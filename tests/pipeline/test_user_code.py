@@ -211,7 +211,7 @@ REFUSED = {
     Penalised: "the network's input is not connected to its output",
     Saves: "Call `trainer.save_checkpoint(path)` on every rank",
     CallsLayers: "parameters of other stages are on the meta device",
-    WithTargets: "`batch` must not contain a Targets",
+    WithTargets: "`batch` contains a Targets",
 }
 
 

@@ -285,7 +285,7 @@ def test_extensions_that_are_no_list_of_factories_are_refused():
     ):
         HybridPipelineStrategy(extensions=[FitExtension])
     strategy = HybridAllReduceStrategy(extensions=[lambda fit: None])
-    with pytest.raises(ValueError, match=r"must be factories .* returned NoneType"):
+    with pytest.raises(ValueError, match=r"must return a `FitExtension` .* returned NoneType"):
         toy.trainer(strategy=strategy).fit(toy.Toy(), toy.loader())
 
 

@@ -169,7 +169,7 @@ def test_a_lightning_that_is_not_as_we_know_it_is_imported_all_the_same(tmp_path
         registration._REGISTRIES, "strange_lightning", ("StrategyRegistry", "nowhere")
     )
     with pytest.warns(
-        UserWarning, match="strange_lightning: strategy='hybrid_allreduce' could not be registered"
+        UserWarning, match="Could not register strategy='hybrid_allreduce' in strange_lightning"
     ):
         import strange_lightning
     assert strange_lightning.value == 3

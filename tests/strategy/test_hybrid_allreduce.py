@@ -172,9 +172,9 @@ def suffixes_of(prefix):
         ),
         (
             {"timeout": "1 min"},
-            r"`timeout` \(='1 min'\) must be a number of seconds above zero, or a timedelta",
+            r"`timeout` \(='1 min'\) must be a positive number of seconds or a positive timedelta",
         ),
-        ({"timeout": timedelta(0)}, r"`timeout` \(=.*timedelta\(0\)\) must be a number of seconds"),
+        ({"timeout": timedelta(0)}, r"`timeout` \(=.*timedelta\(0\)\) must be a positive number"),
         (
             {"start_method": "thread"},
             r"`start_method` \(='thread'\) must be one of 'popen', 'spawn', 'fork', 'forkse",
@@ -225,7 +225,7 @@ def test_the_strategys_precision_plugin_is_used_and_a_second_precision_is_refuse
     assert fit(one_rank, max_epochs=1, precision_plugin=plugin)[0].loss_scale == 128.0
     (seen,) = fit(one_rank, raises=True, precision="bf16-true", precision_plugin=plugin)
     assert (
-        "`precision` (='bf16-true') must agree with the strategy's own precision plugin"
+        "`precision` (='bf16-true') differs from the precision of the strategy's own plugin"
         in seen.error
     )
 

@@ -394,7 +394,7 @@ def test_half_precision_on_shards_needs_shards(one_rank):
         }
         seen = one_rank.run(fit_on_rank, scene | {"raises": True})[0]
         assert (
-            "must be ModelParallelStrategy, and ShardedHalfPrecision must shard the module"
+            "must be ModelParallelStrategy with a module that ShardedHalfPrecision has sharded"
             in seen.error
         )
 

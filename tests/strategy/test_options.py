@@ -23,7 +23,7 @@ REFUSED = [
     (
         Mean,
         {"error_feedback": True},
-        r"`between_nodes.error_feedback` \(=True\) requires a codec .* Set dtype='int8' or 'int4'",
+        r"`between_nodes.error_feedback` \(=True\) needs a codec .* Set dtype='int8' or 'int4'",
     ),
     (
         Mean,
@@ -59,17 +59,17 @@ REFUSED = [
     (
         Comm,
         {"plan": "no/such/plan.json"},
-        r"`comm.plan` \(='no/such/plan.json'\) must be the path of a readable plan",
+        r"`comm.plan` \(='no/such/plan.json'\) cannot be read as a plan",
     ),
     (
         Comm,
         {"plan": __file__},
-        r"`comm.plan` \(=.*test_options.py'\) must be the path of a readable plan",
+        r"`comm.plan` \(=.*test_options.py'\) cannot be read as a plan",
     ),
     (
         Comm,
         {"plan": Cluster},
-        r"`comm.plan` \(=Cluster\) must be an object, .* Set comm=Comm\(plan=Cluster\(\.\.\.\)\)",
+        r"`comm.plan` \(=Cluster\) is a class, .* Set comm=Comm\(plan=Cluster\(\.\.\.\)\)",
     ),
     (
         Comm,

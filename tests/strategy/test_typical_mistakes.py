@@ -73,8 +73,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "accumulation by epochs": (
         lambda: train(accumulate_grad_batches={0: 2, 4: 4}),
-        "`accumulate_grad_batches` (={0: 2, 4: 4}) must be a whole number, 1 or more, because it is the number of "
-        "batches per step. To change the number in later epochs, set callbacks=[GradientAccumulationScheduler("
+        "`accumulate_grad_batches` (={0: 2, 4: 4}) must be a whole number of batches per step, 1 or more. "
+        "To change the number in later epochs, set callbacks=[GradientAccumulationScheduler("
         "{0: 2, 4: 4})] from `lightning.pytorch.callbacks`",
     ),
     "accumulation by epochs from Hydra": (
@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "accumulation as text": (
         lambda: train(accumulate_grad_batches="2"),
-        "`accumulate_grad_batches` (='2') must be a whole number, 1 or more",
+        "`accumulate_grad_batches` (='2') must be a whole number of batches per step, 1",
     ),
     "accumulation by epochs in a pipeline": (
         lambda: train(

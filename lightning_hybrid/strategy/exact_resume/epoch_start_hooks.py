@@ -1,4 +1,4 @@
-"""Warning about `on_train_epoch_start` hooks, which do not run when training resumes within an epoch."""
+"""Warning that `on_train_epoch_start` hooks do not run when training resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def warn_of_skipped_epoch_start(trainer: Any) -> None:
     if names:
         listed = ", ".join(f"`{name}.{_HOOK}`" for name in names)
         rank_zero_warn(
-            f"Training resumes in the middle of epoch {trainer.current_epoch}. Its {listed} ran before the "
-            "checkpoint, and runs again only in the next epoch. If the hook sets values that depend on "
-            "`trainer.current_epoch`, such as the strength of an augmentation or the weight of a loss, set them in "
-            "`on_train_start` too."
+            f"Training resumes in the middle of epoch {trainer.current_epoch}. In this epoch, {listed} ran before the "
+            "checkpoint and will not run again. If the hook sets values that depend on `trainer.current_epoch`, such "
+            "as the strength of an augmentation or the weight of a loss, set them in `on_train_start` too."
         )
 
 

@@ -36,7 +36,7 @@ class LoopReader:
     stays_in_epoch: bool = False
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return True, because in a user's own loop every iterator counts as the training loop's."""
+        """Return True, because every iterator counts as part of training in a user's own loop."""
         return True
 
     def is_within_training(self) -> bool:
@@ -74,7 +74,7 @@ class LoopLoaders:
         self._num_loaders = 0
 
     def process(self, loader: Any, rank: int, world_size: int) -> Any:
-        """Wrap a loader so that it can resume within an epoch, if this is enabled and supported."""
+        """Wrap a loader so that it can resume in the middle of an epoch, if exact resume is enabled and supported."""
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
 
         if not self._is_on or not can_be_exact(loader):

@@ -123,7 +123,7 @@ class SigtermOnAnyRank:
             self._raise_alone()
 
     def before_batch(self) -> None:
-        """Raise if this rank received SIGTERM before the previous batch, and rank zero has not received it.
+        """Raise if this rank, but not rank zero, had received SIGTERM before the previous batch.
 
         Raises:
             SIGTERMException: The signal arrived before the last batch, and rank zero has not received one since.
@@ -146,7 +146,7 @@ class SigtermOnAnyRank:
 
 
 class FailureReports:
-    """Reporter that announces this rank's errors to other ranks, and explains errors that others caused.
+    """Reporter that announces this rank's errors to the other ranks, and explains errors that other ranks caused.
 
     Attributes:
         engine: The communication engine, which watches the ranks from its creation until it is closed.
@@ -168,7 +168,7 @@ class FailureReports:
 
     @property
     def watchdog(self) -> CommEngine | SetupWatchdog | None:
-        """Current watchdog: the engine, the setup watchdog, or None if there is neither."""
+        """Current watchdog, which is the engine or the setup watchdog, or None if there is neither."""
         return self.engine or self.setup_watchdog
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class FailureReports:
         device: torch.device,
         timeout: timedelta | None,
     ) -> None:
-        """Start the setup watchdog if there are several ranks, so that errors name missing ranks.
+        """Start the setup watchdog if there are several ranks, so that error messages name missing ranks.
 
         Collective: every rank must call it, in the same order.
         """
@@ -248,7 +248,7 @@ class FailureReports:
         return error
 
     def is_failing(self) -> bool:
-        """Return whether an error is ending this rank, after which other ranks no longer join collectives."""
+        """Return whether an error is ending this rank, so that the other ranks no longer join its collectives."""
         return self.ending_error is not None
 
     def refuse_to_save_alone(self, option: str, where: str) -> None:
@@ -266,9 +266,9 @@ class FailureReports:
             return
         self.is_alone()  # Reports to the other ranks, because an error of a callback ends Lightning without a report.
         raise RuntimeError(
-            f"{option} cannot save a checkpoint, because this rank failed with {type(error).__name__}: {where}, but "
-            "the other ranks do not save with it. Save regularly with `ModelCheckpoint(every_n_train_steps=...)`, "
-            "without `save_on_exception`."
+            f"{option} cannot save a checkpoint after this rank failed with {type(error).__name__}: {where}, and the "
+            "other ranks do not take part in this save. Save regularly with "
+            "`ModelCheckpoint(every_n_train_steps=...)`, without `save_on_exception`."
         )
 
     def is_alone(self) -> bool:

@@ -38,7 +38,7 @@ def write_error_file(exception: BaseException) -> None:
 
 
 def remove_error_file() -> None:
-    """Remove error files that this process wrote for errors which user code then caught."""
+    """Remove the error files that this process wrote for errors that user code has caught since then."""
     for path in _written:
         with suppress(OSError):
             os.unlink(path)

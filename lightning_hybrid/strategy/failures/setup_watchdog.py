@@ -73,7 +73,7 @@ class SetupWatchdog:
         return self
 
     def status(self) -> RankStatus:
-        """Return what this rank is doing, such as its location in the code, for failure diagnoses."""
+        """Return the status of this rank, such as its location in the code, for failure diagnoses."""
         location, is_inside = place_of(self._caller)
         is_inside = is_inside or self._num_inside > 0 or bool(self._failed_location)
         collective = OUTSIDE
@@ -111,7 +111,7 @@ class SetupWatchdog:
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Explain a failed collective in a message with the cause and this rank's own error.
+        """Return a message that explains a failed collective by its cause and this rank's own error.
 
         The diagnosis is the same on every rank.
         """

@@ -108,15 +108,15 @@ class LocalStepsExtension(FitExtension):
         warnings.filterwarnings("ignore", TOO_EARLY, UserWarning)
         self._warning_filter = warnings.filters[0]
         rank_zero_info(
-            f"comm: gradients are averaged in each of {fit.topology.num_nodes} nodes from step "
-            f"{self.steps.from_step} on, weights and momentum between them every "
+            f"comm: from step {self.steps.from_step} on, gradients are averaged within each of "
+            f"{fit.topology.num_nodes} nodes, and weights and momentum are averaged between nodes every "
             f"{self.steps.every} steps"
         )
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Start independent training of the nodes once step `from_step` is reached.
+        """Let the nodes train independently once step `from_step` is reached.
 
         If periods cannot end within a step, this averages at the end of a period and then is collective.
         """
@@ -208,7 +208,7 @@ class LocalStepsExtension(FitExtension):
             self._nodes.has_own_state = False
 
     def _average_moving_averages(self, fit: RunningFit) -> None:
-        """Average EMA and SWA weights over nodes, as well as frozen weights that user code has changed.
+        """Average EMA and SWA weights, and frozen weights that user code has changed, over nodes.
 
         Between two calls, each node's moving averages follow its own weights. Training steps do not need their mean.
 
@@ -264,7 +264,7 @@ class LocalStepsExtension(FitExtension):
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Return a context that first averages the module's state over nodes.
+        """Return a context in which the module's state can be read, after averaging it over nodes.
 
         Collective while nodes train independently, unless the run is failing.
         """
@@ -291,7 +291,7 @@ class LocalStepsExtension(FitExtension):
         self._average_all(fit)
 
     def status(self) -> dict[str, Any]:
-        """Return the `RunStatus` fields that list ranks with the same skipped steps and with the same state.
+        """Return the `RunStatus` fields that list ranks with equal skipped steps and ranks with equal state.
 
         `verdict_group` holds the ranks that skip the same steps. `node_group` holds the ranks whose state is currently
         equal, or is None if all ranks hold the same state.
@@ -315,7 +315,7 @@ class LocalStepsExtension(FitExtension):
         engine.abort(f"{type(error).__name__}: {error}")
         if failure and failure in str(error):
             error.add_note(
-                "In all-reduces within a node its ranks are numbered from 0. Here the node has ranks "
+                "All-reduces within a node number its ranks from 0. The ranks of this node are "
                 f"{list(fit.topology.node)}."
             )
 

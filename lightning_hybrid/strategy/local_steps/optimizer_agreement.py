@@ -28,7 +28,7 @@ from lightning_hybrid.strategy.local_steps.independent_nodes import NodeAverage
 
 
 class _Entry(NamedTuple):
-    """Description of an optimizer-state tensor, with which ranks match each other's tensors.
+    """Description of an optimizer-state tensor, by which ranks match their tensors to those of other ranks.
 
     Attributes:
         optimizer: Index of the optimizer.
@@ -149,7 +149,7 @@ class _OptimizerTensors:
         return tensor
 
     def gather_rank_states(self, step_states: list[dict[str, Any]]) -> list[_RankState]:
-        """Return the message of each rank, with which ranks compare their state tensors.
+        """Exchange messages between all ranks, so that they can compare their state tensors, and return the messages.
 
         Collective: every rank of WORLD must call it, in the same order.
 

@@ -187,7 +187,7 @@ class NodeSlicesExtension(FitExtension):
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields this rank's slices of a full optimizer state dict, to be loaded."""
+        """Return a context that yields this rank's slices of a full optimizer state dict, which are then loaded."""
         return nullcontext(self._sliced_fit.cut_state(state, optimizer))
 
     def status(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class NodeSlicesExtension(FitExtension):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Record if a failure has aborted the process groups, so that cleanup does not wait for them."""
+        """Record whether a failure has aborted the process groups, so that cleanup does not wait for them."""
         self._sliced_fit.is_aborted = fit.device.type == "cuda" and bool(fit.engine.failure)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:

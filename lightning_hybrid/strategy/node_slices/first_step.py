@@ -84,7 +84,7 @@ class _OutputRecord:
 
 
 class _BackwardReachedError(Exception):
-    """Exception that ends the forward pass of a manual-optimization step at `manual_backward`."""
+    """Exception that ends a training step in manual optimization when it calls `manual_backward`."""
 
 
 class FirstStep:
@@ -121,7 +121,7 @@ class FirstStep:
         reason = self._reason_to_skip()
         if reason:
             rank_zero_info(
-                f"slices: the first step was not compared with that of whole layers: {reason}"
+                f"slices: the first step was not compared with a step on full layers, because {reason}"
             )
             return
 
@@ -132,13 +132,13 @@ class FirstStep:
             self._raise_from_slices(slice_error)
         if whole_error is not None and not isinstance(whole_error, _BackwardReachedError):
             rank_zero_info(
-                "slices: the first step was compared with that of whole layers up to an error: "
+                "slices: the comparison of the first step with a step on full layers ended at an error: "
                 f"{short(whole_error)}"
             )
         if self._not_compared:
             pairs = ", ".join(sorted(self._not_compared))
             rank_zero_info(
-                f"slices: {pairs} draw random numbers other than dropout and were not compared with whole layers"
+                f"slices: {pairs} use random numbers outside of dropout, so they were not compared with full layers"
             )
 
     def _reason_to_skip(self) -> str:
@@ -304,11 +304,11 @@ class FirstStep:
         if difference:
             first, last = names
             self._report(
-                f"The input of `{last}` ({difference}) must be the same with and without `node_slices` for `{first}` "
-                f"and `{last}`, but it differs in the first training step. Between these layers, only operations on "
-                "single features are allowed, and attention that computes the number of heads with `view(b, t, -1, "
-                "head_dim)` instead of `num_heads`. Move softmax, normalization and other operations over features "
-                "out of the pair, or leave these names out."
+                f"The input of `{last}` ({difference}) differs with and without `node_slices` for `{first}` and "
+                f"`{last}` in the first training step. Between these layers, only operations on single features are "
+                "allowed, and attention must compute the number of heads with `view(b, t, -1, head_dim)` instead of "
+                "`num_heads`. Move softmax, normalization and other operations over features out of the pair, or "
+                "leave these names out."
             )
 
     def compare_output(self, name: str, output: Any, record: _PairRecord | _OutputRecord) -> None:
@@ -320,10 +320,9 @@ class FirstStep:
         if difference:
             names = ", ".join(self._slices.names)
             self._report(
-                f"The output of `{name}` ({difference}) must be the same with and without `node_slices`, but it "
-                "differs in the first training step. Code that reads the weight of a sliced layer, such as "
-                "`F.linear(x, self.embedding.weight)`, gets the slice of one rank. Call the layer, or leave its name "
-                f"out of `node_slices` (={names})."
+                f"The output of `{name}` ({difference}) differs with and without `node_slices` in the first training "
+                "step. Code that reads the weight of a sliced layer, such as `F.linear(x, self.embedding.weight)`, "
+                f"gets the slice of one rank. Call the layer, or leave its name out of `node_slices` (={names})."
             )
 
     def _difference_of_outputs(self, output: Any, record: _PairRecord) -> str:

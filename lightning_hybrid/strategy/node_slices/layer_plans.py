@@ -17,7 +17,7 @@ READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
 
 
 def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the groups of layers that `module` and its submodules list in `node_slices`.
+    """Return the groups of layers that `module` and its submodules list in their `node_slices` attributes.
 
     Each group holds the names in `module` of a layer pair, or of a single embedding or output layer.
 
@@ -41,8 +41,8 @@ def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator
             if isinstance(layer, nn.Linear):
                 linear_layers.append(name)
         raise ValueError(
-            f"`node_slices` (={names}) must be names of layers of the network, but {error}. Set one of its linear "
-            f"layers ({', '.join(linear_layers) or 'none'}), or leave the name out."
+            f"`node_slices` (={names}) contains a name that is not a layer of the network: {error}. Use the name of "
+            f"one of its linear layers ({', '.join(linear_layers) or 'none'}), or leave the name out."
         ) from None
 
     full_names = tuple(_joined(prefix, name) for name in names)
@@ -52,8 +52,8 @@ def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator
     planned_groups = list(_planned(layers[0], full_names[0]))
     if not planned_groups:
         raise ValueError(
-            f"`{full_names[0]}` (={type(layers[0]).__name__}) in `node_slices` must define how it is sliced, but it "
-            f"has no `tensor_plan()` and contains none of {', '.join(READY_PLANS)}. Set pairs of its layers instead."
+            f"`{full_names[0]}` (={type(layers[0]).__name__}) cannot be sliced by `node_slices`, because it has no "
+            f"`tensor_plan()` and contains none of {', '.join(READY_PLANS)}. List pairs of its layers instead."
         )
     yield from planned_groups
 

@@ -55,8 +55,8 @@ def refuse_layers(
     for group in layers:
         if len(group) not in (1, 2):
             raise ValueError(
-                f"`node_slices` (={group}) must contain groups of one name, or of two names that form a pair, because "
-                'the two layers of a pair are sliced differently. Set, for example, (("fc6", "fc7"), ("fc8",)).'
+                f"`node_slices` contains the group {group}, but a group must be the name of one layer or a pair of "
+                'two names. Set node_slices = (("fc6", "fc7"), ("fc8",)), for example.'
             )
         first = module.get_submodule(group[0])
         last = module.get_submodule(group[-1])
@@ -87,9 +87,9 @@ def _refuse_layer(layer: nn.Module, name: str, *, is_pruned: bool) -> None:
     is_plain = type(layer) in _TYPES and _PLAIN_PARAMETERS.issuperset(features)
     if not is_plain or "sliced" in vars(layer):
         raise ValueError(
-            f"`{name}` (={type(layer).__name__} with {', '.join(features)}) must be a torch.nn.Linear, Embedding or "
-            "MultiheadAttention with plain parameters to be sliced by `node_slices`, because subclasses, pruning, "
-            "`weight_norm` and similar options need full tensors. Leave its name out."
+            f"`{name}` (={type(layer).__name__} with {', '.join(features)}) cannot be sliced by `node_slices`, which "
+            "supports only torch.nn.Linear, Embedding and MultiheadAttention with plain parameters. Subclasses, "
+            "pruning, `weight_norm` and similar options need full tensors. Leave its name out."
         )
 
 
@@ -105,9 +105,9 @@ def _refuse_pair(
         cut_parameters |= {id(parameter) for parameter in layer.parameters()}
     if any(id(parameter) not in cut_parameters for parameter in first.parameters()):
         raise ValueError(
-            f"`{group[0]}` (={type(first).__name__}) must have no parameters except those of its linear layers to be "
-            "sliced by `node_slices`, because the gradients of other parameters would be computed from the slice of "
-            "one rank only. Set a pair of layers within it."
+            f"`{group[0]}` (={type(first).__name__}) cannot be sliced by `node_slices`, because it has parameters "
+            "outside its linear layers, whose gradients would be computed from the slice of one rank only. List a "
+            "pair of layers within it."
         )
 
     num_heads: Any = 0

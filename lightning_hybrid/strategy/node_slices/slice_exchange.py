@@ -98,13 +98,14 @@ class NodeRanks:
         batch_sizes, image_bytes = gathered.view(-1, 2).T.tolist()
         if len(set(batch_sizes)) > 1:
             raise ValueError(
-                f"The batch (={images.shape[0]} images) must have the same size on all ranks that share a layer, "
-                f"because images are gathered, but the sizes are {batch_sizes}. Set drop_last=True in the DataLoader."
+                f"The batch (={images.shape[0]} images) has different sizes on the ranks that share a layer "
+                f"({batch_sizes}), but their images can be gathered only if all batches have the same size. Set "
+                "drop_last=True in the DataLoader."
             )
         if len(set(image_bytes)) > 1:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ValueError(
-                f"The arguments (of shapes {shapes} on this rank) of layers in `node_slices` must have the same "
+                f"The arguments of layers in `node_slices` (of shapes {shapes} on this rank) must have the same "
                 "shapes on all ranks of a node, because they are gathered. Pad sequences to one length. With "
                 "`transformers`, pass a mask with 4 dimensions, `[b, 1, 1, t]`, because `transformers` drops other "
                 "masks if a batch has no padding."

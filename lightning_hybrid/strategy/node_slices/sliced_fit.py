@@ -287,7 +287,7 @@ class SlicedFit:
     # ---- validation and state --------------------------------------------------------------------------------------
 
     def use_whole_layers(self) -> None:
-        """Gather the full weights, with which each rank computes until `use_slices` is called.
+        """Gather the full weights and let each rank compute with them until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order.
         """

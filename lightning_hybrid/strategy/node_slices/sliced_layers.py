@@ -135,7 +135,7 @@ class SlicedLayer:
 
     @torch.no_grad()
     def use_whole_tensors(self) -> None:
-        """Gather the full tensors, with which the layer computes until `use_slices` is called.
+        """Gather the full tensors and let the layer compute with them until `use_slices` is called.
 
         Collective: every rank of the node must call it, in the same order. Afterwards the layer's
         `forward` is not collective.
@@ -383,9 +383,9 @@ class Entrance:
     def _gather_tensor(self, tensor: Tensor, num_images: int) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] not in (1, num_images):
             raise ValueError(
-                f"An input (of shape {tuple(tensor.shape)}) of layers in `node_slices` must have one entry for each "
-                f"of the {num_images} images, or one entry for all images, because the inputs of all ranks of a node "
-                "are gathered. Leave these layers out of `node_slices`."
+                f"An input (of shape {tuple(tensor.shape)}) of layers in `node_slices` cannot be gathered from all "
+                f"ranks of a node, because its first dimension is neither 1 nor the number of images ({num_images}). "
+                "Leave these layers out of `node_slices`."
             )
         # One entry for all samples becomes one entry for each sample of its rank.
         num_copies = 1

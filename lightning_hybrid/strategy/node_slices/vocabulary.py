@@ -138,7 +138,7 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _rows_in_slice(
     numbers: Tensor, weight_slice: Slice, ignored: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Convert token or class numbers to indices in this rank's slice, with a mask of those that it holds.
+    """Convert token or class numbers to indices in this rank's slice, and return a mask of the numbers in the slice.
 
     A number that another rank holds gets the index 0 and is not in the mask.
 
@@ -158,10 +158,10 @@ def _rows_in_slice(
         if not bool(is_allowed.all()):
             exception = ""
             if ignored is not None:
-                exception = f", or {ignored}, whose loss is 0"
+                exception = f", or {ignored} to be ignored in the loss"
             raise IndexError(
                 f"`targets` or tokens (from {numbers.min()} to {numbers.max()}) must be from 0 to "
-                f"{num_rows - 1}{exception}. Check the labels."
+                f"{num_rows - 1}{exception}. Check the labels and the tokenizer."
             )
 
     first_row = weight_slice.ranks.rank * weight_slice.length

@@ -49,10 +49,9 @@ class DirectSteps:
             return
         if closure_in(args, kwargs) is not None:
             raise RuntimeError(
-                f"`closure` of {type(optimizer).__name__}.step must be passed to Lightning's optimizer with "
-                "`shard_update`, because the step updates this rank's shards of the parameters, but a closure needs "
-                "the full parameters. Use the optimizer that `self.optimizers()` returns, without "
-                "`use_pl_optimizer=False`."
+                f"`closure` cannot be passed to {type(optimizer).__name__}.step directly with `shard_update`, because "
+                "the step updates this rank's shards of the parameters, but a closure needs the full parameters. "
+                "Call `step` of the optimizer that `self.optimizers()` returns, without `use_pl_optimizer=False`."
             )
         self._context = self._update_context(optimizer)
         self._context.__enter__()

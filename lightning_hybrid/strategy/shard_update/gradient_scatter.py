@@ -277,7 +277,7 @@ def _numel_of(ranges: Sequence[Range]) -> int:
 
 
 def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: float) -> Tensor:
-    """Divide the sums of this rank's gradients by `divisor`, and copy them into the bucket."""
+    """Divide the gradient sums that this rank owns by `divisor`, and copy the quotients into the bucket."""
     averages = [move.in_packed(packed) for move in moves]
     if divisor != 1 and averages:
         torch._foreach_div_(averages, divisor)
@@ -287,7 +287,7 @@ def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: 
 
 
 def _store_ranges(flat: Tensor, *, buffer: Tensor, ranges: list[Range], divisor: float) -> Tensor:
-    """Divide the sums of gradients that all ranks need by `divisor`, and copy them into the bucket."""
+    """Divide the gradient sums that all ranks need by `divisor`, and copy the quotients into the bucket."""
     if divisor != 1:
         flat.div_(divisor)
     pieces = [buffer[begin:end] for begin, end in ranges]

@@ -194,7 +194,7 @@ class ShardExchange:
     def collect(
         self, shards: Sequence[ParameterShard], values: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Gather full tensors on rank zero's CPU from the shards of all ranks. Return None on other ranks.
+        """Gather full tensors from the shards of all ranks on the CPU of rank zero. Return None on other ranks.
 
         Args:
             shards: Shards of the parameters.
@@ -310,7 +310,7 @@ class ShardExchange:
         return flat
 
     def _packed_pieces(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
-        """Return views of one rank's tensor spans in the memory of a chunk. It must have at least one."""
+        """Return views of one rank's tensor spans in the memory of a chunk. The rank must have at least one span."""
         numels = [span.numel for span in chunk.spans[rank]]
         begin = rank * chunk.numel
         end = begin + sum(numels)

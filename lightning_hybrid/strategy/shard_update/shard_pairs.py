@@ -174,7 +174,7 @@ class MasterShard(ParameterShard):
 
     @torch.no_grad()
     def take_fp32_(self) -> None:
-        """Copy the parameter's fp32 values into this rank's shard and the half-precision copy.
+        """Copy the parameter's fp32 values into this rank's shard and into the half-precision copy.
 
         Afterwards the parameter holds the half-precision copy.
         """

@@ -459,7 +459,7 @@ def _length(span: tuple[int, int]) -> int:
 
 
 def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the entry of each parameter in an optimizer state dict. It is empty if there is no state yet."""
+    """Return the entry of each parameter in an optimizer state dict. An entry is empty if there is no state yet."""
     entries = []
     for group in state["param_groups"]:
         for index in group["params"]:

@@ -143,7 +143,7 @@ def test_devices_that_are_neither_cpus_nor_of_cuda_are_refused_before_any_work(
     for accelerator in (PytorchAccelerator, FabricAccelerator):
         monkeypatch.setattr(accelerator, "get_parallel_devices", lambda _: devices)
     with pytest.raises(
-        MisconfigurationException, match=f"one of '{device}' devices. must be cpu or cuda"
+        MisconfigurationException, match=f"'{device}' devices. must be 'cpu' or 'cuda'"
     ):
         kind(strategy=name, devices=2, accelerator="cpu")
 

@@ -78,7 +78,7 @@ def error_of_a_rendezvous(port, first_rank, world_size):
 
 def test_missing_ranks_are_named_on_every_other_rank(two_ranks):
     port = free_port()
-    expected = f"`WORLD_SIZE` (=4) ranks must connect at 127.0.0.1:{port}, but ranks 2, 3 did"
+    expected = f"`WORLD_SIZE` (=4) ranks were expected at 127.0.0.1:{port}, but ranks 2, 3 did"
     results = two_ranks.run(error_of_a_rendezvous, port, 0, 4)
     for rank, (message, seconds) in enumerate(results):
         assert message.startswith(expected), f"rank {rank}"
@@ -90,7 +90,7 @@ def test_a_missing_rank_zero_is_named_by_the_others(two_ranks):
     host = socket.gethostname()
     for rank, (message, _) in enumerate(results, start=1):
         assert message.startswith("`MASTER_ADDR` and `MASTER_PORT` (=127.0.0.1:")
-        assert f"rank {rank} on host {host} received no answer from it within 1 s" in message
+        assert f"rank {rank} on host {host} received no answer there within 1 s" in message
 
 
 def test_the_second_process_of_a_rank_is_refused_and_the_others_meet(three_ranks):
@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(
             RendezvousError,
-            match=rf"`MASTER_PORT` \(={port}\) must be a port that rank 0 can listen on",
+            match=rf"`MASTER_PORT` \(={port}\) cannot be opened by rank 0",
         ):
             meeting(port, rank=0, world_size=1)
 

@@ -365,7 +365,7 @@ class Gated(nn.Module):
     [
         (
             {"fc6": Doubled(10, 16)},
-            r"^`fc6` \(=Doubled with weight, bias\) must be a torch.nn.Linear",
+            r"^`fc6` \(=Doubled with weight, bias\) cannot be sliced by `node_slices`, which supports only",
         ),
         (
             {"fc6": identity(nn.Linear(10, 16), "weight")},
@@ -373,7 +373,7 @@ class Gated(nn.Module):
         ),
         (
             {"fc6": Gated()},
-            r"^`fc6` \(=Gated\) must have no parameters except those of its linear layers",
+            r"^`fc6` \(=Gated\) cannot be sliced by `node_slices`, because it has parameters outside",
         ),
         ({"also": "fc6"}, None),
         (
@@ -390,7 +390,7 @@ class Gated(nn.Module):
         ),
         (
             {"fc8": nn.Embedding(8, 4, max_norm=1.0)},
-            r"^`fc8` \(=Embedding with weight, max_norm\) must be a torch.nn",
+            r"^`fc8` \(=Embedding with weight, max_norm\) cannot be sliced by `node_slices`",
         ),
     ],
 )
@@ -430,14 +430,14 @@ def test_a_weight_that_a_whole_layer_shares_or_that_is_cut_in_two_ways_is_refuse
 def test_unknown_names_and_groups_of_three_are_refused():
     net = nn.ModuleDict({"fc8": nn.Linear(2, 2), "act": nn.ReLU()})
     texts = {
-        "fc9": r"^`node_slices` \(=\('fc9',\)\) must be names .* has no attribute `fc9`. Set one of its .* \(fc8",
-        "act": r"^`act` \(=ReLU\) in `node_slices` must define how it is sliced",
+        "fc9": r"^`node_slices` \(=\('fc9',\)\) contains a name .* has no attribute `fc9`. Use .* .* \(fc8",
+        "act": r"^`act` \(=ReLU\) cannot be sliced by `node_slices`, because it has no",
     }
     for name, text in texts.items():
         net.node_slices = ((name,),)
         with pytest.raises(ValueError, match=text):
             requested_layers(net)
-    with pytest.raises(ValueError, match=r"must contain groups of one name, or of two names"):
+    with pytest.raises(ValueError, match=r"a group must be the name of one layer or a pair"):
         refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
 
 

@@ -242,7 +242,7 @@ def test_a_step_past_lightning_runs_on_the_parts(two_ranks, scope):
 
 def test_a_step_past_lightning_runs_on_the_parts_of_fp32_parameters(two_ranks):
     assert_same(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd, has_closures=False))
-    expected = "RuntimeError: `closure` of SGD.step must be passed to Lightning's optimizer"
+    expected = "RuntimeError: `closure` cannot be passed to SGD.step directly"
     for seen in fit(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd), raises=True):
         assert seen.error.startswith(expected), f"rank {seen.rank}"
 

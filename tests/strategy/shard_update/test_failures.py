@@ -96,7 +96,7 @@ def test_a_checkpoint_while_an_error_ends_the_fit_is_refused(two_ranks):
         assert "of the user's" in seen.error
         (error,) = seen.looks["on_exception"]
         assert error.startswith(
-            "RuntimeError: `shard_update` (='node') cannot save a checkpoint, because this rank failed with "
+            "RuntimeError: `shard_update` (='node') cannot save a checkpoint after this rank failed with "
             "ZeroDivisionError: "
         )
 

@@ -11,7 +11,7 @@ from tests.scenes import Saves, same
 from tests.strategy.uneven_batches import support
 from tests.strategy.uneven_batches.support import BATCH_SIZE, Numbered, fits
 
-pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not resume exactly")
+pytestmark = pytest.mark.filterwarnings("ignore:The training loader may resume inexactly")
 # 3 and 7 batches. After 3 whole batches, another request would make the sampler draw again.
 UNEVEN = (
     12,
