@@ -128,7 +128,7 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
     buffer = bucket.buffer()
     if engine is None:
         raise RuntimeError(
-            "The state of the DDP communication hook has no engine, because the state was unpickled. Register the "
+            "The state of the DDP communication hook has no engine, because it was unpickled. Register the "
             "hook again with a new `HookState(engine=...)`."
         )
     state.num_buckets += 1

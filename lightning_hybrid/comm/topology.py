@@ -287,8 +287,8 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
     num_left = world_size % ranks_per_node
     if num_left > 0:
         raise ValueError(
-            f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}), because nodes are "
-            f"consecutive blocks of equal size, but the last node would have only {num_left} ranks. Launch a multiple "
+            f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}), because "
+            f"otherwise the last node has only {num_left} ranks. Launch a multiple "
             f"of {ranks_per_node} ranks, leave `ranks_per_node` unset to detect the nodes, or use the flat ring with "
             "comm=Comm(algorithm='flat')."
         )

@@ -99,9 +99,9 @@ def check_placements(group: dict[str, Any]) -> None:
         name = f"`{param_name(group, index)}.placements` (={param.placements})"
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(
-                f"{name} must be Shard or Replicate, because a Partial parameter is a pending sum over ranks, so no "
-                "rank can compute its norm or update it. Call `redistribute(placements=[Replicate()])` before you "
-                "create the parameter."
+                f"{name} must contain only Shard and Replicate, because a Partial parameter is a pending sum over "
+                "ranks, so no rank can compute its norm or update it. Call `redistribute(placements=[Replicate()])` "
+                "before you create the parameter."
             )
         is_sharded = any(not placement.is_replicate() for placement in param.placements)
         is_orthogonal = group.get("direction") == "orthogonal"

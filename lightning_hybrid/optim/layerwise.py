@@ -172,7 +172,7 @@ class LayerwiseOptimizer(Optimizer):
             # `weight_decay_scale` is a key for a schedule, not a misspelt `weight_decay`.
             if not key.startswith(f"{option}_") and not key.endswith(f"_{option}"):
                 raise ValueError(
-                    f"`{key}` (={value!r:.80}) is not an option of {type(self).__name__}, so it would be ignored. Did "
+                    f"`{key}` (={value!r:.80}) is not an option of {type(self).__name__} and would be ignored. Did "
                     f"you mean `{option}`? The options of a parameter group are {', '.join(sorted(self.defaults))}."
                 )
 

@@ -316,8 +316,8 @@ def _check_all_matched(
             if not similar:
                 similar = names[:3]
             raise ValueError(
-                f"`exclude` (={exclusion!r}) matches none of the {len(names)} parameter names, so it would exclude "
-                f"nothing. Use a pattern that matches a full name, such as {', '.join(similar)}."
+                f"`exclude` (={exclusion!r}) matches none of the {len(names)} parameter names. Use "
+                f"a pattern that matches a full name, such as {', '.join(similar)}."
             )
         if isinstance(exclusion, type):
             raise ValueError(

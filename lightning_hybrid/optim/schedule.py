@@ -165,7 +165,7 @@ def _check_base_rates(optimizer: Optimizer, end_lr: float) -> None:
         if base_lr < end_lr:
             raise ValueError(
                 f"`end_lr` (={end_lr}) must not exceed the learning rate of group {index} (={float(base_lr)}), because "
-                "the learning rate would grow instead of decaying. Lower `end_lr`, or raise the group's `lr`."
+                "the learning rate would otherwise grow instead of decay. Lower `end_lr`, or raise the group's `lr`."
             )
 
 

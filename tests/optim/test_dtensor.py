@@ -254,7 +254,7 @@ def refusals_on_rank():
 
 def test_partial_parameters_and_singular_values_of_shards_are_refused(two_ranks):
     """A replicated matrix is whole on every rank, so its singular values are known."""
-    rule = "ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate"
+    rule = "ValueError: `params[0].placements` (=(Partial(sum),)) must contain only Shard and Replicate"
     for rank, (messages, distance_of_rank) in enumerate(two_ranks.run(refusals_on_rank)):
         of_partial, of_sharded = messages
         assert of_partial.startswith(rule), f"rank {rank}"

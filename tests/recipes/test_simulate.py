@@ -93,7 +93,7 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
     assert f"; cost {result.run.costs(3 * 12 / 3600)[0]:,.2f} (" in answer.splitlines()[0]
     starts = [
         "90 epochs",
-        "A failure every",
+        "A failure occurs every",
         "The run is compute-bound: ",
         "The prediction favors flat",
         "Fewer bits",

@@ -123,14 +123,15 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
     between_s = failures.between_s(cluster.world_size)
     every_s = failures.interval_s(cluster.world_size)
     lost = 1 - run.work_s / (run.run_s - failures.start_s)
-    text = f"A failure every {days(between_s)} on average"
+    text = f"A failure occurs every {days(between_s)} on average"
     if run.work_s < every_s or lost < NO_MATTER:
         text += f", so failures hardly matter for {days(run.work_s)} of work. Save as often as you like."
     else:
         steps = max(1, round(every_s / step_s))
         text += (
-            f", with checkpoints, costs {lost:.1%}; best is one every {time_text(every_s)} (Daly 2006): "
-            f"callbacks.last.every_n_train_steps={steps}. An elastic run takes {days(run.elastic_s)}."
+            f", which costs {lost:.1%} of the time if the run saves a checkpoint every {time_text(every_s)}, the best "
+            f"interval (Daly 2006): callbacks.last.every_n_train_steps={steps}. An elastic run takes "
+            f"{days(run.elastic_s)}."
         )
     return [
         f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
