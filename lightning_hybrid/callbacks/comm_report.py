@@ -12,7 +12,7 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
     """Return the number of bytes communicated per step, as metrics for loggers.
 
     If there are several nodes, the metrics include the bytes sent between nodes. If a codec is
-    used, they include its quantisation error.
+    used, they include its quantization error.
     """
     if not comm.num_steps:
         return {}

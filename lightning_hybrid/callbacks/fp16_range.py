@@ -138,7 +138,7 @@ def half_precision_report(
             on_device = getattr(batches, "on_device", None)
             if callable(on_device):
                 # Loaders of this library may process batches on the device, for example to
-                # normalise images that are sent as uint8.
+                # normalize images that are sent as uint8.
                 moved = on_device(moved)
             output = shadow.training_step(*(moved, index)[:num_arguments])
             loss = output["loss"] if isinstance(output, Mapping) else output

@@ -34,7 +34,7 @@ class RecalibrateBatchNorm(Callback):
     Running statistics are a moving average over batches that were processed with earlier weights.
     If there are few updates and weights change fast, as with large batches, the statistics do not
     match the current weights. This distorts validation results. The callback runs some batches of
-    the training loader, each normalised by its own statistics as in training. Over all elements x
+    the training loader, each normalized by its own statistics as in training. Over all elements x
     of a channel, it computes:
 
         mean = sum of x / n        variance = sum of (x - mean)^2 / (n - 1)

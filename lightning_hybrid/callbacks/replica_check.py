@@ -318,7 +318,7 @@ def order_of(loaders: Any) -> dict[str, Any]:
 def _divides_order(source: Any) -> bool:
     """Return whether a sampler or an `EpochOrder` divides one order of samples among several ranks.
 
-    Objects are recognised by their attributes, because a loader with exact resume has a wrapper of
+    Objects are recognized by their attributes, because a loader with exact resume has a wrapper of
     the `DistributedSampler`.
     """
     num_shards = getattr(source, "num_replicas", None)

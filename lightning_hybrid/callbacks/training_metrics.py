@@ -41,7 +41,7 @@ class TrainingMetrics(Callback):
         flops_per_image: Number of floating-point operations of forward and backward for one image,
             where a multiply-add counts as two. If None, operations per second are not logged.
         peak_flops_per_s: Peak performance of one rank's device in the precision used, from its data
-            sheet. If None, utilisation is not logged.
+            sheet. If None, utilization is not logged.
         with_trust_ratios: Whether to log trust ratios. They cost two passes over all weights at
             each logged step.
 
@@ -63,14 +63,14 @@ class TrainingMetrics(Callback):
         require_whole(
             "skip_steps", skip_steps, "it is a number of steps. Set 0 to time all steps", least=0
         )
-        why = "utilisation is computed from it. Leave it out if it is not known"
+        why = "utilization is computed from it. Leave it out if it is not known"
         if flops_per_image is not None:
             require_positive("flops_per_image", flops_per_image, why)
         if peak_flops_per_s is not None:
             require_positive("peak_flops_per_s", peak_flops_per_s, why)
         if peak_flops_per_s is not None and flops_per_image is None:
             raise ValueError(
-                f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`, because utilisation is "
+                f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`, because utilization is "
                 "FLOPs per second divided by `peak_flops_per_s`. Set `flops_per_image`, or leave "
                 "`peak_flops_per_s` out."
             )

@@ -35,7 +35,7 @@ class GlobalBatch(nn.Module):
     Hooks on parameters and `self.log` run once. Other effects of `embed` on Python objects happen
     twice.
 
-    Layers that depend on the whole batch treat each chunk as a batch: BatchNorm normalises each
+    Layers that depend on the whole batch treat each chunk as a batch: BatchNorm normalizes each
     chunk by itself, and a buffer that `embed` writes changes with each chunk.
 
     Gradients of chunks are added over a binary tree. With a loss of this package, chunks of

@@ -33,7 +33,7 @@ from lightning_hybrid.contrastive.pair_functions import (
 )
 
 _LARGEST_SCALE = 100.0
-"""Upper limit of the learnt scale, as in CLIP (Radford et al. 2021, section 2.5)."""
+"""Upper limit of the learned scale, as in CLIP (Radford et al. 2021, section 2.5)."""
 
 
 class PairLoss(nn.Module):
@@ -107,7 +107,7 @@ class PairLoss(nn.Module):
 class InfoNCE(PairLoss):
     """InfoNCE loss with negatives from all ranks, as in CLIP or, with `both_views`, SimCLR's NT-Xent.
 
-        z = (a, b), normalised;  l_ij = z_i . z_j / temperature;  p(i): the partner of i in the other view
+        z = (a, b), normalized;  l_ij = z_i . z_j / temperature;  p(i): the partner of i in the other view
         loss = mean over 2 N rows of  log sum_j exp(l_ij) - l_ip(i)
         j runs over the other view (N rows), or with `both_views` over both except for i itself (2 N - 1)
 
@@ -116,7 +116,7 @@ class InfoNCE(PairLoss):
     features in fp32.
 
     Args:
-        temperature: Number, or None for the parameter `logit_scale`, which is learnt as in CLIP. The parameter is
+        temperature: Number, or None for the parameter `logit_scale`, which is learned as in CLIP. The parameter is
             log(1 / temperature), starts at log(1 / 0.07), and its exponential is limited to 100. Above the limit, it
             receives only gradients that decrease it.
         both_views: Whether rows of the same view are also used as negatives.
@@ -140,7 +140,7 @@ class InfoNCE(PairLoss):
         elif not 0 < temperature < math.inf:
             raise ValueError(
                 f"`temperature` (={temperature}) must be above 0, because similarities are divided by it. Set "
-                "temperature=0.1, or None for a learnt temperature."
+                "temperature=0.1, or None for a learned temperature."
             )
         self.temperature = temperature
         self.both_views = both_views
@@ -165,7 +165,7 @@ class SigLIP(PairLoss):
         l_ij = exp(logit_scale) a_i . b_j + logit_bias;  y_ij = 1 for i = j, else -1
         loss = sum_ij log(1 + exp(-y_ij l_ij)) / N
 
-    Views a and b are normalised. Scale and bias are parameters that start at log(10) and -10. A
+    Views a and b are normalized. Scale and bias are parameters that start at log(10) and -10. A
     rank sends (W - 1) / W * N * 12 d bytes per step in fp32, with W ranks and d features.
 
     Source: Zhai et al. 2023 (arXiv:2303.15343).

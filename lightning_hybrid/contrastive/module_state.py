@@ -107,7 +107,7 @@ class ParameterValue:
         self._attribute = attribute
         self._version: int = self.value._version
         self._fingerprint: Tensor | None = None
-        # An embedding with `max_norm` renormalises rows before it reads them. Doing so again has no effect.
+        # An embedding with `max_norm` renormalizes rows before it reads them. Doing so again has no effect.
         self._may_be_written = getattr(module, "max_norm", None) is not None
 
     def take_fingerprint(self) -> None:

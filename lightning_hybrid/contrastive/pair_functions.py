@@ -135,7 +135,7 @@ class _Rows:
 
     Attributes:
         view: Index of the view, 0 or 1.
-        z: Normalised embeddings.
+        z: Normalized embeddings.
         log_sums: Log-sum of each row's logits.
     """
 
@@ -154,7 +154,7 @@ class _Rows:
 
 
 class InfoNCEOfBlocks(torch.autograd.Function):
-    """Autograd function of the InfoNCE loss, given normalised views and the inverse temperature."""
+    """Autograd function of the InfoNCE loss, given normalized views and the inverse temperature."""
 
     @staticmethod
     def forward(
@@ -331,7 +331,7 @@ def _softmax(logits: Tensor, log_sums: Tensor) -> Tensor:
 
 
 class SigLIPOfBlocks(torch.autograd.Function):
-    """Autograd function of the SigLIP loss, given normalised views, scale and bias."""
+    """Autograd function of the SigLIP loss, given normalized views, scale and bias."""
 
     @staticmethod
     def forward(
@@ -410,14 +410,14 @@ class SigLIPOfBlocks(torch.autograd.Function):
 
 
 class Standardised(torch.autograd.Function):
-    """Autograd function that standardises each column, using the rows of all ranks.
+    """Autograd function that standardizes each column, using the rows of all ranks.
 
     The result is `(x - mean) / sqrt(variance + eps)`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers, block: int, eps: float) -> Tensor:
-        """Return the standardised rows of this rank.
+        """Return the standardized rows of this rank.
 
         Collective: every rank must call it, in the same order.
         """

@@ -67,7 +67,7 @@ class DevicePrefetcher(LoaderInPlace):
     by an attribute `reads_ahead = True`. From any other loader, a batch is fetched only when it is needed, after the
     copy of the previous batch. On a CPU, nothing is prefetched. Lightning does not move these batches again.
 
-    If the loader has a method `on_device(batch)`, for example to normalise uint8 images, the method is called after the
+    If the loader has a method `on_device(batch)`, for example to normalize uint8 images, the method is called after the
     copy, and the floating-point tensors that it returns are cast to the compute dtype. Without this method, batches
     keep their dtypes.
 

@@ -19,13 +19,13 @@ def checkpointed(
     """Compute `stage(*xs)` with activation checkpointing, so that backward recomputes activations.
 
     Values and gradients are bitwise equal to those of `stage(*xs)` if its kernels are deterministic and use no random
-    numbers. Running statistics of the normalisation layers in `norms` are updated only once, in forward. Without
+    numbers. Running statistics of the normalization layers in `norms` are updated only once, in forward. Without
     autograd (`torch.no_grad`), the stage runs only once.
 
     Args:
         stage: Function to compute.
         *xs: Arguments of the function.
-        norms: Module whose normalisation layers the stage uses.
+        norms: Module whose normalization layers the stage uses.
         preserve_rng_state: Whether the recomputation uses the same random numbers, for example for dropout. This needs
             a copy of the random state.
 
@@ -51,7 +51,7 @@ def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
     The context manager also enters the torch function modes that are active when this function is called.
 
     Args:
-        norms: Module whose normalisation layers must not update their running statistics.
+        norms: Module whose normalization layers must not update their running statistics.
     """
     modes = current_function_modes()
 

@@ -55,7 +55,7 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
     * The last micro-batch has a larger weight than the first, by the factor (1 - m')^-(k - 1), at most 1 / (1 - m).
     * The variance does not include the variance between the means of micro-batches.
 
-    Each micro-batch is normalised with its own statistics, as before.
+    Each micro-batch is normalized with its own statistics, as before.
 
     The function changes BatchNorm, SyncBatchNorm and InstanceNorm layers with running statistics and a momentum. Layers
     whose momentum is None (plain average over all batches) are not changed. Call it once for each network that you

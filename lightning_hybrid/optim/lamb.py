@@ -47,7 +47,7 @@ class LAMB(LayerwiseOptimizer):
 
     A group with `trust_ratio=False` is excluded from layer scaling. Its update is AdamW with
     lr * `excluded_lr_mult`. In float32 and float64 it is bitwise equal to `torch.optim.AdamW` (with
-    `bias_correction` and without `max_grad_norm`). Biases and normalisation layers are commonly excluded,
+    `bias_correction` and without `max_grad_norm`). Biases and normalization layers are commonly excluded,
     without weight decay (see `param_groups`).
 
     Dtypes, rounding, `foreach` and an `lr` that is a tensor are as in `LARS`, where |u| takes the place of the

@@ -73,9 +73,9 @@ class LARS(OrthogonalStep):
     c * lr * d = 0.
 
     A group with `trust_ratio=False` is excluded from layer scaling. It has q = 1, its learning rate is
-    lr * `excluded_lr_mult`, and it keeps its own weight decay. Biases and normalisation layers are commonly
+    lr * `excluded_lr_mult`, and it keeps its own weight decay. Biases and normalization layers are commonly
     excluded (see `param_groups`). However, the `lr` of LARS is hundreds of times that of SGD. In a network with
-    biases and without normalisation, do not exclude the biases, or set `excluded_lr_mult` near 0.01.
+    biases and without normalization, do not exclude the biases, or set `excluded_lr_mult` near 0.01.
 
     Momentum starts at zero, so the first v is the first update. With the trust ratio off, "lr_outside" and
     "ratio_outside" are bitwise equal to `torch.optim.SGD` (dampening 0) in float32 and float64. So is
@@ -113,7 +113,7 @@ class LARS(OrthogonalStep):
     the step is lr * v. Excluded groups use momentum SGD unless they set the direction themselves. Then the step
     is `w <- w - lr * excluded_lr_mult * sqrt(max(1, rows / columns)) * O`, which has the size of
     `torch.optim.Muon`. The step processes lists, and `fused=True` raises an error. With `work_group`, a process
-    group such as the ranks of a node, each rank orthogonalises some of the tensors and sends them to the other
+    group such as the ranks of a node, each rank orthogonalizes some of the tensors and sends them to the other
     ranks in float16. The result is bitwise equal to the one without `work_group`. Sources: Jordan et al. 2024
     (Muon), Bernstein & Newhouse 2024 (arXiv:2409.20325).
 

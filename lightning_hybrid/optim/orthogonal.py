@@ -37,7 +37,7 @@ _BATCH = 1 << 24
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Parameter whose momentum is orthogonalised, with its gradient and its parameter group."""
+    """Parameter whose momentum is orthogonalized, with its gradient and its parameter group."""
 
     param: Tensor
     grad: Tensor
@@ -50,14 +50,14 @@ class OrthogonalStep(LayerwiseOptimizer):
     The step processes lists of tensors.
 
     Attributes:
-        work_group: Process group whose ranks share the orthogonalisation. None: this rank processes all tensors.
+        work_group: Process group whose ranks share the orthogonalization. None: this rank processes all tensors.
     """
 
     work_group: dist.ProcessGroup | None = None
     _orthogonal: dict[Tensor, Tensor]  # directions of the current step, by parameter
 
     def _orthogonalize(self) -> None:
-        """Compute the orthogonalised momentum of all groups with `direction="orthogonal"`.
+        """Compute the orthogonalized momentum of all groups with `direction="orthogonal"`.
 
         Collective: every rank of `work_group` must call it, in the same order.
         """
@@ -99,7 +99,7 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _moments(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors to orthogonalise, and the new momentum buffers (None without momentum).
+        """Return the tensors to orthogonalize, and the new momentum buffers (None without momentum).
 
             g = gradient + weight_decay * weight
             buffer <- momentum * buffer + g
@@ -171,7 +171,7 @@ class OrthogonalStep(LayerwiseOptimizer):
         return list(torch._foreach_mul(directions, ratios.unbind()))
 
     def _directions_of(self, params: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
-        """Return the orthogonalised momentum of matrices, and the momentum of other tensors."""
+        """Return the orthogonalized momentum of matrices, and the momentum of other tensors."""
         directions = []
         for param, moment in zip(params, moments, strict=True):
             direction = moment
@@ -188,7 +188,7 @@ def _muon_factor(matrix: Tensor) -> float:
 
 
 def refuse_part(part: Part) -> NoReturn:
-    """Raise `ValueError`, because a single shard of a tensor cannot be orthogonalised."""
+    """Raise `ValueError`, because a single shard of a tensor cannot be orthogonalized."""
     raise ValueError(
         '`direction` (="orthogonal") requires full tensors, because orthogonalization needs the full matrix, but this '
         f"rank has only elements {part.begin} to {part.end} of {part.numel}. Leave `shard_update` out. To divide the "
@@ -199,7 +199,7 @@ def refuse_part(part: Part) -> NoReturn:
 def is_matrix(tensor: Tensor) -> bool:
     """Return whether a tensor, flattened to a matrix, has more than one row and more than one column.
 
-    Orthogonalisation changes only the direction of such tensors. The first dimension counts the rows.
+    Orthogonalization changes only the direction of such tensors. The first dimension counts the rows.
 
     >>> [is_matrix(torch.zeros(shape)) for shape in [(2, 3), (8, 3, 5, 5), (4,), (1, 4), (4, 1, 1, 1), (0, 3)]]
     [True, True, False, False, False, False]
@@ -211,7 +211,7 @@ def is_matrix(tensor: Tensor) -> bool:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of orthogonalised tensors: float64 for float64 input, and float16 otherwise.
+    """Return the dtype of orthogonalized tensors: float64 for float64 input, and float16 otherwise.
 
     Elements are at most 1.2, and singular values differ from 1 by up to a third. So the rounding of float16
     (5e-4) does not matter, and ranks that share the work send half as many bytes as in float32.
@@ -222,7 +222,7 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def num_flops(shape: Sequence[int]) -> int:
-    """Return the number of floating-point operations needed to orthogonalise a tensor of this shape.
+    """Return the number of floating-point operations needed to orthogonalize a tensor of this shape.
 
         5 * (4 * rows^2 * columns + 2 * rows^3)         for the matrix or its transpose, with rows <= columns
 
@@ -276,7 +276,7 @@ def orthogonalized_all(
     together: bool,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Orthogonalise many tensors, sharing the work among the ranks of a process group.
+    """Orthogonalize many tensors, sharing the work among the ranks of a process group.
 
     Each rank processes some of the tensors, with about equal `num_flops`, and receives all results of the other
     ranks. Afterwards the results are bitwise equal on all ranks.

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hybrid.checks import plain_value, require_number
 
-Rule = Literal["normalisation", "bias", "vector"]
+Rule = Literal["normalization", "bias", "vector"]
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
 Exclusion = type[nn.Module] | str | Predicate
 
@@ -97,7 +97,7 @@ def param_groups(
 
     A parameter is excluded if one of `rules` (default: all three) or one of `exclude` applies to it:
 
-        "normalisation"   any parameter in a normalisation module: BatchNorm, SyncBatchNorm, InstanceNorm,
+        "normalization"   any parameter in a normalization module: BatchNorm, SyncBatchNorm, InstanceNorm,
                           LayerNorm, GroupNorm, RMSNorm, LocalResponseNorm and their subclasses
         "bias"            a parameter with the name `bias`, `bias_...` or `..._bias` in its module
         "vector"          a parameter with at most one dimension, such as a scale or a gate
@@ -105,7 +105,7 @@ def param_groups(
         a pattern         a parameter whose full name matches, as in `fnmatch` and case-sensitive: "head.*"
         a predicate       a parameter for which `predicate(name, param, module)` is true, where `module` holds it
 
-    `rules=("normalisation",)` is the paper's rule, which adapts biases as well. `rules=()` adapts all parameters.
+    `rules=("normalization",)` is the paper's rule, which adapts biases as well. `rules=()` adapts all parameters.
 
     A parameter that modules share is listed once, with its first name. It is excluded if a rule applies to it
     in any of these modules. Both groups have the order of `model.named_parameters()`, and exist even if they
@@ -248,8 +248,8 @@ def _walk_parameters(
 def _rule_reason(
     name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...], rules: Collection[Rule]
 ) -> str:
-    if "normalisation" in rules:
-        # All ancestors are checked, because a parametrized weight belongs to a submodule of the normalisation module.
+    if "normalization" in rules:
+        # All ancestors are checked, because a parametrized weight belongs to a submodule of the normalization module.
         for module in ancestors:
             if isinstance(module, NORMALISATION):
                 return type(module).__name__

@@ -48,9 +48,9 @@ def balanced_cuts(
     activation_bytes: Sequence[float] | None = None,
     num_alive: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return stage boundaries that minimise the slowest stage's time within the memory limit.
+    """Return stage boundaries that minimize the slowest stage's time within the memory limit.
 
-        minimise   max over stages j   sum of seconds[i] over blocks i of stage j
+        minimize   max over stages j   sum of seconds[i] over blocks i of stage j
         such that  sum of bytes_[i] + num_alive[j] * activation_bytes[i]  <=  most_bytes
 
     A pipeline runs at the pace of its slowest stage. Among cuts with the same slowest time, the

@@ -292,7 +292,7 @@ def single_metrics(module: nn.Module) -> list[Metric]:
 
 
 def _scratch_copy(metric: Any) -> Any:
-    """Copy a metric for updates on one rank only, with synchronisation between ranks disabled."""
+    """Copy a metric for updates on one rank only, with synchronization between ranks disabled."""
     scratch = copy.deepcopy(metric)
     for single_metric in single_metrics(scratch):
         single_metric.dist_sync_on_step = False

@@ -4,7 +4,7 @@ A wait in Gloo only ends together with its process group, so a stage would wait 
 until the group's timeout. On a CPU a separate thread therefore waits, while the rank's main thread
 checks whether any rank has reported an error:
 
-    a rank is dead               its neighbours' messages fail at once; they name it, and all other ranks fail too
+    a rank is dead               its neighbors' messages fail at once; they name it, and all other ranks fail too
     a rank is stopped            it does not answer a query (comm/health/presence.py): named within about 15 s
     a rank hangs in user code    its watchdog answers: named with its activity after 0.9 of `timeout`
 """

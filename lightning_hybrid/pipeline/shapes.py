@@ -45,7 +45,7 @@ class Boundary:
     has_gradient: bool = False
 
     def empty(self, device: torch.device | str, *, requires_grad: bool = False) -> Tensor:
-        """Return an uninitialised tensor of the specified shape, dtype and layout."""
+        """Return an uninitialized tensor of the specified shape, dtype and layout."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device=device)
         if self.stride is not None:
             tensor = tensor.as_strided(self.shape, self.stride)

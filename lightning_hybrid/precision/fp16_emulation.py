@@ -1,4 +1,4 @@
-"""CPU emulation of fp16 matrix products with the rounding behaviour of tensor cores.
+"""CPU emulation of fp16 matrix products with the rounding behavior of tensor cores.
 
 CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. Here operands
 are rounded to fp16, the arithmetic is in fp32, and the result is rounded to fp16. The same holds in backward, because
@@ -41,7 +41,7 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         y = half( f( float(half(x)), float(half(w)) ) )
 
     It applies to a call if one of its tensors is fp16, or if `torch.autocast` is enabled, which would round fp32
-    operands to fp16. Functional normalisation with half-precision weights runs in fp32, as with autocast on CUDA.
+    operands to fp16. Functional normalization with half-precision weights runs in fp32, as with autocast on CUDA.
 
     Args:
         with_products: Whether the mode applies to matrix products. It is False for bfloat16, which CPUs support.

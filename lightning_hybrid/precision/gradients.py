@@ -58,7 +58,7 @@ class GradientMemory:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def empty_fp32(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return an uninitialised fp32 tensor for a parameter's gradient, from cached memory if possible."""
+        """Return an uninitialized fp32 tensor for a parameter's gradient, from cached memory if possible."""
         if gradient.device.type != "cpu":
             return torch.empty_like(gradient, dtype=torch.float32)
         storage = self._storages.get(id(parameter))

@@ -50,7 +50,7 @@ class HalfPrecisionWindow:
 
     While the window is open, the parameters are in half precision. While it is closed, they are in fp32.
 
-    The following keep their own dtype: parameters of normalisation layers, weights that are computed from other
+    The following keep their own dtype: parameters of normalization layers, weights that are computed from other
     parameters (`parametrizations`, `weight_norm`, `spectral_norm`, pruning), embeddings with `max_norm`, scripted
     modules, buffers, and during training frozen parameters. A parameter that several modules share keeps its dtype if
     one of these modules requires it.

@@ -1,6 +1,6 @@
 """Module hooks that are active while a model's parameters are in half precision.
 
-normalisation layers     compute in fp32 and return outputs in half precision
+normalization layers     compute in fp32 and return outputs in half precision
 state dicts              contain and load fp32 values, for any submodule of the model
 other threads            get an error if they call the model
 """
@@ -38,7 +38,7 @@ class ModuleHooks:
 
     Args:
         window: Window that holds the parameters.
-        dtype: Dtype that normalisation layers return.
+        dtype: Dtype that normalization layers return.
     """
 
     def __init__(self, window: Window, dtype: torch.dtype) -> None:
@@ -53,7 +53,7 @@ class ModuleHooks:
         self.is_in_backward = False
 
     def compute_in_fp32(self, module: nn.Module) -> None:
-        """Make a normalisation layer compute in fp32 and return half-precision outputs during a step."""
+        """Make a normalization layer compute in fp32 and return half-precision outputs during a step."""
         if not isinstance(module, torch.jit.ScriptModule):
             self._normalisation_layers.append(module)
 

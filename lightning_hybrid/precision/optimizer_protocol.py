@@ -55,8 +55,8 @@ def evaluates_closure(optimizer: Optimizer) -> bool:
 
 
 def prepare_to_skip_(optimizer: Optimizer) -> None:
-    """Initialise the momentum buffers of torch's SGD with zeros, in case its first step is skipped."""
-    # If its first step is skipped, fused SGD leaves the buffers uninitialised (torch 2.11 to 2.13). With zeros, the
+    """Initialize the momentum buffers of torch's SGD with zeros, in case its first step is skipped."""
+    # If its first step is skipped, fused SGD leaves the buffers uninitialized (torch 2.11 to 2.13). With zeros, the
     # first step computes `momentum * 0 + gradient`.
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:

@@ -80,7 +80,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     Args:
         precision: `"16-true"` or `"bf16-true"`. bf16 needs no loss scale, because it has the range of fp32.
         loss_scale: `"dynamic"` (default), a power of two for a fixed scale, or a `LossScale`.
-        keep_fp32: Module types whose own parameters stay in fp32, as those of normalisation layers do. Their submodules
+        keep_fp32: Module types whose own parameters stay in fp32, as those of normalization layers do. Their submodules
             are converted.
 
     Attributes:

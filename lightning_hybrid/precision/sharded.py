@@ -116,11 +116,11 @@ class CallsOutsideOfSteps:
 class ShardedHalfMixin(MasterWeightMixin):
     """Half-precision plugin for FSDP2 in `ModelParallelStrategy`, with fp32 shards as master weights.
 
-        gather, forward, backward    w16 = half(w), g16 = grad of s * L at w16          normalisation layers: fp32
+        gather, forward, backward    w16 = half(w), g16 = grad of s * L at w16          normalization layers: fp32
         reduce                       g   = mean over ranks of g16, in `reduce_dtype`    fp32, a shard on each rank
         skip or step                 any(g / s is inf or nan) on any rank: skip;  else  w <- optimizer(w, g / s)
 
-    Call `shard_` to shard the network. Arguments and behaviour are those of `MasterWeightPrecision`, with two
+    Call `shard_` to shard the network. Arguments and behavior are those of `MasterWeightPrecision`, with two
     exceptions: the initial loss scale only falls by halves, and each step has an additional all-reduce of the overflow
     flag.
 

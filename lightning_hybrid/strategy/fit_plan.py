@@ -85,7 +85,7 @@ def bucket_caps_for_ddp(
         return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
 
     # DDP uses separate buckets for each dtype but one list of sizes for all of them. The list is made for the dtype
-    # with the most bytes. Gradients of other dtypes, such as fp32 normalisation layers next to half-precision weights,
+    # with the most bytes. Gradients of other dtypes, such as fp32 normalization layers next to half-precision weights,
     # do not fill a bucket and are sent last.
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):

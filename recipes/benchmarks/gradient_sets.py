@@ -37,7 +37,7 @@ def alexnet_shapes() -> list[tuple[int, ...]]:
 def resnet50_shapes() -> list[tuple[int, ...]]:
     """Return the parameter shapes of ResNet-50 (He et al. 2015, arXiv:1512.03385), in layer order.
 
-    Convolutions have no bias. Each one is followed by the weight and the bias of its normalisation.
+    Convolutions have no bias. Each one is followed by the weight and the bias of its normalization.
 
     >>> numel(resnet50_shapes()), len(resnet50_shapes())
     (25557032, 161)

@@ -99,7 +99,7 @@ class StudyPlan:
         only: Names of the variants to run. None: all.
         every_fit: Overrides of every training run.
         trial: Further overrides of every training run, which a variant may override.
-        micro_batch: Number of images that BatchNorm normalises together. Every batch size is a multiple.
+        micro_batch: Number of images that BatchNorm normalizes together. Every batch size is a multiple.
         tuning: Tuning runs, see `Tuning`.
         testing: Final runs, see `FinalTests`.
         margin: Difference in percentage points within which variants count as equal.

@@ -1,6 +1,6 @@
 """Handwritten digits from scikit-learn, a real dataset of 57 KB that needs no download.
 
-    1,797 grey images of 8 x 8 pixels, 10 classes (UCI "Optical Recognition of Handwritten Digits", CC BY 4.0)
+    1,797 gray images of 8 x 8 pixels, 10 classes (UCI "Optical Recognition of Handwritten Digits", CC BY 4.0)
     -> 16 x 16, uint8 -> fixed stratified split: 1,257 train, 180 validation, 360 test
 
 The dataset is small and easy. It shows that a run works, but its accuracies say nothing about ImageNet.

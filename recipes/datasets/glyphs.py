@@ -2,7 +2,7 @@
 
     32 classes: 2 ... 9 and A ... Z without I and O, which resemble other characters
     22 fonts that come with matplotlib (DejaVu, STIX, Computer Modern) -> 14 train, 4 validation, 4 test
-    each image: a character with random rotation, shear, scale, position, grey levels and noise -> 32 x 32, uint8
+    each image: a character with random rotation, shear, scale, position, gray levels and noise -> 32 x 32, uint8
 
 Nothing is downloaded. The training set is large enough for large-batch runs with many steps per epoch. Results say
 nothing about ImageNet. The three sets use different font files, but share font families on purpose.

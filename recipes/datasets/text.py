@@ -1,4 +1,4 @@
-"""Data module and loaders for masked language modelling, which read packed shards of tokens.
+"""Data module and loaders for masked language modeling, which read packed shards of tokens.
 
     [CLS] L - 2 tokens of the text [SEP]        sequence i has tokens i (L - 2), ..., (i + 1) (L - 2) - 1 of its split
     15 % of these L - 2 tokens are predicted: 80 % of them become [MASK], 10 % another token, 10 % stay
@@ -166,7 +166,7 @@ class TextEvalLoader:
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Data module for masked language modelling, for any number of ranks.
+    """Data module for masked language modeling, for any number of ranks.
 
     Args:
         root: Folder that `recipes/pack.py packing=text` wrote. None: pack with `packing` when the run begins.

@@ -1,4 +1,4 @@
-"""Example that trains SimCLR with LARS on handwritten digits, and evaluates it by nearest neighbours.
+"""Example that trains SimCLR with LARS on handwritten digits, and evaluates it by nearest neighbors.
 
 Each image is compared with the images of all processes, but a process only needs activation memory for `chunk` images.
 """
@@ -54,7 +54,7 @@ class SimCLR(pl.LightningModule):
 def neighbour_accuracy(encoder, images, labels):
     """Return the accuracy of a nearest-neighbour classifier on the features of an encoder.
 
-    The last 297 images are classified by their nearest neighbour among the first 1,500.
+    The last 297 images are classified by their nearest neighbor among the first 1,500.
     """
     encoder.eval()
     with torch.no_grad():
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     trainer.fit(module, loader)
     if trainer.is_global_zero:
         accuracy = neighbour_accuracy(module.encoder, images, labels)
-        print(f"nearest neighbour has the same label: {accuracy:.3f}")
+        print(f"nearest neighbor has the same label: {accuracy:.3f}")

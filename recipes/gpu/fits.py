@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Small(pl.LightningModule):
     """Small test network with several layer types, memory formats and buffers.
 
-    It has channels_last convolutions, three kinds of normalisation, gradients at unaligned addresses and two buffers.
+    It has channels_last convolutions, three kinds of normalization, gradients at unaligned addresses and two buffers.
     """
 
     third: Tensor
@@ -74,7 +74,7 @@ class Small(pl.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross-entropy loss of a batch, without synchronising with the device."""
+        """Return the cross-entropy loss of a batch, without synchronizing with the device."""
         images, labels = batch
         self.num_steps += ONE_STEP
         features = self.net[:6]

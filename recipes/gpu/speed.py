@@ -108,10 +108,10 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 class ShardedNet(TrainedNet):
-    """Network sharded with FSDP2 in bf16, with fp32 gradient reductions and fp32 normalisation layers."""
+    """Network sharded with FSDP2 in bf16, with fp32 gradient reductions and fp32 normalization layers."""
 
     def configure_model(self) -> None:
-        """Shard the network over all ranks with FSDP2, with normalisation layers in fp32."""
+        """Shard the network over all ranks with FSDP2, with normalization layers in fp32."""
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 supports no other
         norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]

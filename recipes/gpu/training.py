@@ -17,14 +17,14 @@ from lightning_hybrid.optim import LARS, param_groups
 
 
 def fused_sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Create torch's fused SGD, without weight decay for biases and normalisation layers."""
+    """Create torch's fused SGD, without weight decay for biases and normalization layers."""
     groups = param_groups(net, weight_decay=1e-4)
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     return torch.optim.SGD(plain, lr=1e-3, momentum=0.9, fused=True)
 
 
 def fused_lars(net: nn.Module) -> torch.optim.Optimizer:
-    """Create fused LARS, without weight decay and trust ratios for biases and normalisation layers."""
+    """Create fused LARS, without weight decay and trust ratios for biases and normalization layers."""
     return LARS(param_groups(net, weight_decay=1e-4), lr=1e-3, momentum=0.9, fused=True)
 
 

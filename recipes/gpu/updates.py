@@ -1,6 +1,6 @@
 """Timing of optimizer updates, measured separately on the device and on the host.
 
-Timing a single update between two synchronisations would give only the larger of both times. With few kernels, that is
+Timing a single update between two synchronizations would give only the larger of both times. With few kernels, that is
 the time of Python.
 """
 
@@ -127,7 +127,7 @@ def time_one(
 
     On CUDA, `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host needs to enqueue
     the steps. The device then runs them without a gap. The steps must have fewer than a thousand kernel launches, which
-    is the capacity of a GPU's queue (see `calls_in_a_row`). If a step synchronises, both times include that wait.
+    is the capacity of a GPU's queue (see `calls_in_a_row`). If a step synchronizes, both times include that wait.
     """
     if device.type != "cuda":
         begin_s = time.perf_counter()

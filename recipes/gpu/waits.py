@@ -29,7 +29,7 @@ def waits(request: CheckRequest) -> Details:
 
     Writes are delayed by 10 ms and change the values. The check covers the results of all-reduces, gradients in
     backward, prefetched batches and copies for checkpoints. Each training run must be bit-identical to a run in which
-    the host synchronises with the device at every delayed write.
+    the host synchronizes with the device at every delayed write.
     """
 
     def late(*, is_safe: bool) -> dict[str, dict[str, Tensor]]:
@@ -124,11 +124,11 @@ def _synchronize(request: CheckRequest) -> None:
         torch.cuda.synchronize()
 
 
-# ---- host synchronisation --------------------------------------------------------------------------------------------
+# ---- host synchronization --------------------------------------------------------------------------------------------
 
 
 class _Watches(pl.Callback):
-    """Callback that counts device synchronisations by source line, in batches 4 to 6 of an epoch."""
+    """Callback that counts device synchronizations by source line, in batches 4 to 6 of an epoch."""
 
     def __init__(self, request: CheckRequest) -> None:
         self.request = request
@@ -154,7 +154,7 @@ class _Watches(pl.Callback):
         self._catching.__exit__(None, None, None)
 
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
-        """Count the source line that caused a synchronisation warning, ignoring frames inside torch."""
+        """Count the source line that caused a synchronization warning, ignoring frames inside torch."""
         if "synchroniz" in str(message):
             frames = [
                 f
@@ -166,9 +166,9 @@ class _Watches(pl.Callback):
 
 
 def who_waits(request: CheckRequest) -> Details:
-    """Check that this library never synchronises with the device during a training step.
+    """Check that this library never synchronizes with the device during a training step.
 
-    Three steps per optimizer are observed. The table lists all source lines that synchronise.
+    Three steps per optimizer are observed. The table lists all source lines that synchronize.
     """
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):

@@ -56,7 +56,7 @@ class Axis:
 
     @property
     def spacing(self) -> float:
-        """Ratio between neighbouring grid values on a logarithmic scale, or their difference on a linear scale."""
+        """Ratio between neighboring grid values on a logarithmic scale, or their difference on a linear scale."""
         if self.scale == "log":
             return float((self.high / self.low) ** (1 / (self.num - 1)))
         return (self.high - self.low) / (self.num - 1)

@@ -115,7 +115,7 @@ class CoarseToFine(BaseSampler):
         return rounds
 
     def _neighbours(self, centre: Point, level: int) -> list[Point]:
-        """Return the neighbours of a grid point at a distance of `1 / zoom**level` steps of the first grid."""
+        """Return the neighbors of a grid point at a distance of `1 / zoom**level` steps of the first grid."""
         step = 1 / self.zoom**level
         values = []
         for axis in self.axes:

@@ -65,7 +65,7 @@ class AlexNetBN(nn.Module):
     * Five convolutions, three overlapping poolings, three fully connected layers, dropout: Krizhevsky et al. 2012.
     * BatchNorm after pool5, whose output otherwise widens with training: Jia et al. 2018, arXiv:1807.11205.
     * The rest of their network is not published layer by layer. The nearest, B. Ginsburg's AlexNet-BN in NVCaffe 0.16
-      (`models/alexnet_bn`), has two layouts; which of them they started from is not known. `train_val` normalises each
+      (`models/alexnet_bn`), has two layouts; which of them they started from is not known. `train_val` normalizes each
       convolution before its ReLU (as Ioffe and Szegedy 2015, arXiv:1502.03167): `bn_position="before_relu"`.
       `train_val2`, which the LARS experiments there use, is `bn_position="after_pool"` with `conv_bias=True`:
       convolutions 1 to 4, then ReLU, pooling if any, BatchNorm without gamma and beta (here with them).
@@ -82,7 +82,7 @@ class AlexNetBN(nn.Module):
         conv2_kernel: Kernel of conv2, odd, in pixels (5 for ImageNet), padded to keep the size.
         pool_padding: Padding of the poolings, 0 (ImageNet) or 1 pixel.
         bn_position: Position of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`. The latter is after the
-            ReLU if there is no pooling, and conv5 is then normalised only by `pool5_bn`.
+            ReLU if there is no pooling, and conv5 is then normalized only by `pool5_bn`.
         pool5_bn: BatchNorm after pool5; False is the paper's ablation.
         conv_bias: Biases in the convolutions; useless with `"before_relu"`, whose BatchNorm subtracts them.
         fc_std: Initial standard deviation of the weights of fc6 and fc7; None: sqrt(2 / fan_in).
@@ -202,7 +202,7 @@ class AlexNetBN(nn.Module):
             layers.append(nn.ReLU(inplace=True))
             if conv.has_pool:
                 layers.append(nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding))
-            # In `train_val2` nothing is normalised between conv5 and fc6, where the paper has bn5.
+            # In `train_val2` nothing is normalized between conv5 and fc6, where the paper has bn5.
             if bn_position == "after_pool" and index < 4:
                 layers.append(nn.BatchNorm2d(in_features, eps=bn_eps, momentum=bn_momentum))
         if pool5_bn:
@@ -243,7 +243,7 @@ class AlexNetBN(nn.Module):
         return [*stages_of(self.features), nn.Flatten(1), *hidden, self.fc8]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of a batch of normalised images."""
+        """Return the logits of a batch of normalized images."""
         x = run_stages(
             self.features, images, checkpoint_activations=self.checkpoint_activations
         ).flatten(1)
@@ -253,7 +253,7 @@ class AlexNetBN(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """Single-column AlexNet without normalisation layers, as in torchvision (Krizhevsky 2014, arXiv:1404.5997).
+    """Single-column AlexNet without normalization layers, as in torchvision (Krizhevsky 2014, arXiv:1404.5997).
 
         features     conv 11x11 stride 4, 64; pool; conv 5x5, 192; pool; conv 3x3, 384; 256; 256; pool
         avgpool      mean over 6 x 6 cells
@@ -301,7 +301,7 @@ class AlexNet(nn.Module):
         self.node_slices = _node_slices(
             slice_fc, ("classifier.1", "classifier.4"), ("classifier.6",)
         )
-        # Names, order and initialisation (torch's default) are torchvision's.
+        # Names, order and initialization (torch's default) are torchvision's.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -329,7 +329,7 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of a batch of normalised images."""
+        """Return the logits of a batch of normalized images."""
         x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations)
         return self.classifier(self.avgpool(x).flatten(1))
 

@@ -1,4 +1,4 @@
-"""BERT for masked language modelling (Devlin et al. 2018, arXiv:1810.04805), built with `transformers`."""
+"""BERT for masked language modeling (Devlin et al. 2018, arXiv:1810.04805), built with `transformers`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int
 
         flops = 2 * multiply-adds of all convolutions and matrix products
 
-    Nothing is computed, and `model` is not changed. As usual, normalisation, activations, pooling and additions are not
+    Nothing is computed, and `model` is not changed. As usual, normalization, activations, pooling and additions are not
     counted. Papers and torchvision often count multiply-adds as one FLOP, which gives half of this number.
 
     Args:
@@ -90,7 +90,7 @@ def _shadow(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_recomputation(model: nn.Module) -> Iterator[None]:
-    # The second forward pass is not useful work, so utilisation is comparable with and without checkpointing.
+    # The second forward pass is not useful work, so utilization is comparable with and without checkpointing.
     asked: list[Any] = [
         module for module in model.modules() if getattr(module, "checkpoint_activations", False)
     ]

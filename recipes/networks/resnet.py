@@ -1,4 +1,4 @@
-"""ResNet-18, 34, 50, 101 and 152 with torchvision's names and large-batch initialisation."""
+"""ResNet-18, 34, 50, 101 and 152 with torchvision's names and large-batch initialization."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ResNet(nn.Module):
     `fc`), so that checkpoints of `torchvision.models.resnet50` load here and the other way round. ResNet-50 has
     25,557,032 parameters.
 
-    Weights are initialised as Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with
+    Weights are initialized as Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with
     fan_in = in_channels * kernel^2 (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2)
     with bias 0, and gamma = 0 in some BatchNorms. The authors' text does not make clear in which ones. `zero_gamma`
     selects them.
@@ -252,7 +252,7 @@ class ResNet(nn.Module):
         return [stem, *residual_blocks, classifier]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of a batch of normalised images."""
+        """Return the logits of a batch of normalized images."""
         x = self.relu(self.bn1(self.conv1(images)))
         x = self.maxpool(x)
         for stage in self._stages():
@@ -298,7 +298,7 @@ def _zero_gamma_of(block: Block, zero_gamma: ZeroGamma) -> None:
 
 def _conv(in_channels: int, out_channels: int, *, kernel: int, stride: int = 1) -> nn.Conv2d:
     padding = kernel // 2
-    # Without bias, because the following normalisation would subtract it.
+    # Without bias, because the following normalization would subtract it.
     return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
 
 

@@ -38,7 +38,7 @@ class Classifier(pl.LightningModule):
         model: Network that maps images `"batch channels height width"`, or the inputs of `datasets.text`, to logits
             `"batch num_classes"`.
         optimizer: Function that creates the optimizer from parameter groups.
-        weight_decay: Weight decay of the weights. Biases and normalisation parameters get none.
+        weight_decay: Weight decay of the weights. Biases and normalization parameters get none.
         schedule: Function that creates the schedule from `(optimizer, total_steps=, warmup_steps=)`. The schedule
             advances once per optimizer step.
         warmup_epochs: Warm-up of the learning rate in epochs, which may be a fraction. None: use `warmup_steps`.
@@ -47,7 +47,7 @@ class Classifier(pl.LightningModule):
         label_smoothing: Fraction of a training target that is spread evenly over all classes (Szegedy et al. 2015,
             arXiv:1512.00567). The validation loss uses the plain targets.
         trust_ratio: False disables the trust ratio for all layers, as an ablation.
-        decay_excluded: True applies weight decay to biases and normalisation parameters too, as in the paper's
+        decay_excluded: True applies weight decay to biases and normalization parameters too, as in the paper's
             ablation.
         channels_last: Use the channels-last memory format for network and images, which is faster on tensor cores.
             Results are equal up to the order of summation.

@@ -83,7 +83,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
             self.checkpoint_io.teardown()
 
     def setup_environment(self) -> None:
-        """Initialise the process group and a data-parallel device mesh over all ranks."""
+        """Initialize the process group and a data-parallel device mesh over all ranks."""
         # Lightning's "auto" would use tensor parallelism within a node and data parallelism only between nodes.
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()

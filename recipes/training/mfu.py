@@ -16,7 +16,7 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
     """Set the FLOPs per image and the device's peak FLOP/s in the callback `TrainingMetrics`.
 
     Values that the user has configured are not changed. Nothing is set if processes are forked: querying the device
-    name initialises CUDA, which cannot be used after a fork.
+    name initializes CUDA, which cannot be used after a fork.
     """
     device = trainer.strategy.root_device
     may_ask = device.type == "cuda" and getattr(trainer.strategy, "_start_method", None) in (

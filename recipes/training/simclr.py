@@ -41,7 +41,7 @@ class SimCLR(Classifier):
 
     Labels are used only by the probes, which use the features h of training images in the order of epoch 0. Validation
     logs the accuracy of the nearest-neighbour probe. The test logs the accuracy of a linear layer (`test/acc`) and of
-    the nearest neighbours (`test/acc_knn`).
+    the nearest neighbors (`test/acc_knn`).
 
     Args:
         temperature: Temperature of the loss.
@@ -52,7 +52,7 @@ class SimCLR(Classifier):
         jitter: Maximum relative change of gain and level of each channel. 0 disables it. There is no blur, which is our
             choice.
         flip: Flip half of the views horizontally.
-        num_neighbours: Number of neighbours of the probe.
+        num_neighbours: Number of neighbors of the probe.
         max_probe_images: Maximum number of training images per rank for the probes.
         options: Arguments of `Classifier`.
 
@@ -219,7 +219,7 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
 
         area      = 1 - (1 - least_area) * draw         of the crop, as a fraction of the image's area
         side      = sqrt(area)                          of the crop, as a fraction of the image's side
-        centre    = (1 - side) * draw                   of the crop, in x and y, so that the crop is inside the image
+        center    = (1 - side) * draw                   of the crop, in x and y, so that the crop is inside the image
         view      = crop * (1 + gain) + level           with gain = jitter * draw and level = jitter * draw
 
     The draws for the area are uniform in [0, 1), the others are uniform in [-1, 1). With `flip`, the sign of another
@@ -259,13 +259,13 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
 def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classes: int) -> Tensor:
     """Return class scores of a weighted nearest-neighbour classifier (Wu et al. 2018).
 
-    The score of a class is the sum of exp(cosine / 0.07) over the nearest neighbours with this label.
+    The score of a class is the sum of exp(cosine / 0.07) over the nearest neighbors with this label.
 
     Args:
         h: Features of the images to classify.
-        bank: Features of the images among which neighbours are searched.
+        bank: Features of the images among which neighbors are searched.
         labels: Labels of `bank`.
-        num_neighbours: Number of neighbours of an image.
+        num_neighbours: Number of neighbors of an image.
         num_classes: Number of classes.
     """
     cosines = F.normalize(h) @ F.normalize(bank).T
@@ -280,7 +280,7 @@ def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classe
 def linear_probe(
     bank: Tensor, labels: Tensor, num_classes: int, *, decay: float = 1e-4
 ) -> nn.Module:
-    """Train a logistic regression on standardised features, and return it as a module.
+    """Train a logistic regression on standardized features, and return it as a module.
 
     All ranks compute the same result.
     """

@@ -3,7 +3,7 @@
 A row of `ordinary` is a LightningModule with data, as users write them. `Row` is the simplest one. Other rows state
 their differences in a line of a table or in a class. A row is trained, and `judge.judge` compares the results.
 
-A behaviour of `as_ddp` is a function of a `Run` that returns its observations. They must be equal after `judge.plain`
+A behavior of `as_ddp` is a function of a `Run` that returns its observations. They must be equal after `judge.plain`
 has made them comparable.
 """
 
@@ -215,7 +215,7 @@ def strategy_of(name: str, precision: str, find_unused: bool) -> Strategy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Conditions under which a behaviour is observed."""
+    """Conditions under which a behavior is observed."""
 
     strategy: str
     precision: str
@@ -261,7 +261,7 @@ class Run:
 
 
 class Plain(pl.LightningModule):
-    """Linear classifier that logs in each of its steps, and keeps what a behaviour stores in `seen`."""
+    """Linear classifier that logs in each of its steps, and keeps what a behavior stores in `seen`."""
 
     def __init__(self, lr: float = 0.1, tag: str = "a") -> None:
         super().__init__()
@@ -312,7 +312,7 @@ ON_ONE_RANK: set[str] = set()
 
 
 def behaviour(function: Any = None, *, name: str = "", on_one_rank: bool = False) -> Any:
-    """Register a function of a `Run` as a behaviour under its name."""
+    """Register a function of a `Run` as a behavior under its name."""
     if function is None:
         return functools.partial(behaviour, name=name, on_one_rank=on_one_rank)
     name = name or function.__name__
@@ -323,14 +323,14 @@ def behaviour(function: Any = None, *, name: str = "", on_one_rank: bool = False
 
 
 def behaviours() -> dict[str, Callable[[Run], Any]]:
-    """Return all behaviours by name, in the order of the tables."""
+    """Return all behaviors by name, in the order of the tables."""
     for table in AS_DDP:
         importlib.import_module(f"tests.battery.as_ddp.{table}")
     return BEHAVIOURS
 
 
 def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
-    """Return the observations of a behaviour on this rank in a comparable form, including errors."""
+    """Return the observations of a behavior on this rank in a comparable form, including errors."""
     run = Run(strategy=strategy, precision=precision, folder=Path(folder) / strategy)
     os.makedirs(run.folder, exist_ok=True)
     barrier()

@@ -55,7 +55,7 @@ def test_what_trains_under_ddp_trains_the_same_here(rank_pool, references, name,
 
 
 def deliberate():
-    """Return the number of rows of the page's table, and the precisions of each behaviour in it."""
+    """Return the number of rows of the page's table, and the precisions of each behavior in it."""
     lines = README.read_text().splitlines()
     table = [line.split(" | ") for line in lines if line.startswith("| `")]
     precisions_by_behaviour = {}
@@ -71,7 +71,7 @@ BEHAVIOURS = list(case.behaviours())
 
 
 def observations():
-    """Yield each behaviour on one and two ranks. bf16 runs on one rank only, as two ranks add nothing beyond fp16."""
+    """Yield each behavior on one and two ranks. bf16 runs on one rank only, as two ranks add nothing beyond fp16."""
     for world, precision, name in itertools.product((1, 2), PRECISIONS, BEHAVIOURS):
         if world == 2 and (precision == "bf16-true" or name in case.ON_ONE_RANK):
             continue
@@ -79,7 +79,7 @@ def observations():
 
 
 def differences_from_ddp(rank_pool, folder, name, world, precision):
-    """Return the differences of a behaviour, or None if `ddp` does not support it in this precision."""
+    """Return the differences of a behavior, or None if `ddp` does not support it in this precision."""
     ranks = rank_pool.ranks(world)
     under_ddp = ranks.run(case.observe, name, "ddp", precision, str(folder))
     under_ours = ranks.run(case.observe, name, "hybrid_allreduce", precision, str(folder))
@@ -119,7 +119,7 @@ def test_the_batteries_are_whole():
     assert set(QUICK) <= set(case.rows())
     assert set(DELIBERATE) <= set(BEHAVIOURS)
     assert NUM_ROWS <= 10
-    assert f" {len(BEHAVIOURS)} behaviours of " in README.read_text()
+    assert f" {len(BEHAVIOURS)} behaviors of " in README.read_text()
 
 
 # ---- tests that the battery can fail ---------------------------------------------------------------------------------

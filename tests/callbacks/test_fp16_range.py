@@ -11,7 +11,7 @@ from tests.scenes import same
 
 
 class Known(pl.LightningModule):
-    """Layers of size 4: weights of 1e-9, an output of 1e5, a normalisation, and gradients that need a loss scale."""
+    """Layers of size 4: weights of 1e-9, an output of 1e5, a normalization, and gradients that need a loss scale."""
 
     def __init__(self, factor=1e-7):
         super().__init__()
@@ -47,10 +47,10 @@ def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
     small = tensors["weight", "small.weight"]
     large = tensors["activation", "large (Linear)"]
     assert (small.below_subnormal, small.above) == (1, 0)
-    assert "the fp32 weights hold them" in small.remedy
+    assert "the fp32 weights keep these values" in small.remedy
     assert "weight_norm_bounds" in small.remedy
     assert (large.below_subnormal, large.above) == (0, 1)
-    assert "normalisation" in large.remedy
+    assert "normalization" in large.remedy
     assert "bf16-true" in large.remedy
     assert tensors["weight", "large.bias"].above == 1
     assert ("weight", "norm.weight") not in tensors  # it stays fp32

@@ -152,7 +152,7 @@ def untrained(accumulate):
 
 
 class FineTuned(toy.Toy):
-    """Toy with dropout, and with statistics of other data in its first normalisation, as in fine-tuning."""
+    """Toy with dropout, and with statistics of other data in its first normalization, as in fine-tuning."""
 
     def __init__(self, freezes=True):
         super().__init__()

@@ -171,7 +171,7 @@ class HiddenTeacher(Network):
 
 
 class MovingCentre(Network):
-    """Network with a moving centre of a teacher's outputs, which is initialised by the first batch."""
+    """Network with a moving center of a teacher's outputs, which is initialized by the first batch."""
 
     def __init__(self):
         super().__init__()
@@ -205,14 +205,14 @@ NETWORKS = {
     "a list of weights": ListOfWeights,
     "embedding with max_norm": ShortWords,
     "hidden teacher and queue": HiddenTeacher,
-    "moving centre": MovingCentre,
+    "moving center": MovingCentre,
 }
 DEPENDS_ON_PARTS = {
     "BatchNorm",
     "spectral norm, old",
     "spectral norm",
     "hidden teacher and queue",
-    "moving centre",
+    "moving center",
 }
 DRAWS = {
     "dropout",

@@ -407,8 +407,8 @@ def test_backward_under_autocast_and_a_second_backward_add_the_same_gradients():
 
 
 def test_a_second_backward_begins_with_the_buffers_of_the_first():
-    network = seeded(NETWORKS["moving centre"])
-    expected = seeded(NETWORKS["moving centre"])
+    network = seeded(NETWORKS["moving center"])
+    expected = seeded(NETWORKS["moving center"])
     GlobalBatch(LOSS, chunk=CHUNK)(expected.embed, data()).backward()
     loss = GlobalBatch(LOSS, chunk=CHUNK)(network.embed, data())
     loss.backward(retain_graph=True)
@@ -502,7 +502,7 @@ def loader():
         "spectral norm, old",
         "gradient hooks",
         "hidden teacher and queue",
-        "moving centre",
+        "moving center",
     ],
 )
 def test_a_fit_has_the_losses_and_weights_of_one_with_activations_kept(network):

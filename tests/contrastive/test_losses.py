@@ -65,9 +65,9 @@ def barlow_twins(loss, a, b):
 
 LOSSES = {
     "CLIP": (lambda: InfoNCE(0.1, block=BLOCK), clip),
-    "CLIP, its temperature is learnt": (lambda: InfoNCE(None, block=BLOCK), clip),
+    "CLIP, its temperature is learned": (lambda: InfoNCE(None, block=BLOCK), clip),
     "SimCLR": (lambda: InfoNCE(0.1, both_views=True, block=BLOCK), simclr),
-    "SimCLR, its temperature is learnt": (
+    "SimCLR, its temperature is learned": (
         lambda: InfoNCE(None, both_views=True, block=BLOCK),
         simclr,
     ),
@@ -274,7 +274,7 @@ class OfEmbeddings(Toy):
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["CLIP, its temperature is learnt", "SigLIP", "Barlow Twins"])
+@pytest.mark.parametrize("name", ["CLIP, its temperature is learned", "SigLIP", "Barlow Twins"])
 def test_a_loss_in_half_precision_is_that_of_the_same_embeddings_in_fp32(name, precision):
     seen = fit(None, partial(OfEmbeddings, name), precision=precision, max_epochs=1)
     assert seen.global_step == 8, "a comparison in each step"

@@ -57,7 +57,7 @@ def fit(
 
 
 class LooksFirst(Net):
-    """Module that initialises itself from the first batch, as ActNorm does."""
+    """Module that initializes itself from the first batch, as ActNorm does."""
 
     def on_train_start(self) -> None:
         next(iter(self.trainer.train_dataloader))

@@ -113,7 +113,7 @@ def test_a_host_with_another_network_is_refused_and_the_run_goes_on(tmp_path: Pa
 
 
 def vote_of_this_rank() -> list[bool]:
-    """Vote in turn: all in favour, the first rank against, another rank against, all against."""
+    """Vote in turn: all in favor, the first rank against, another rank against, all against."""
     rank = dist.get_rank()
     vote = HostVote(Topology.from_ranks_per_node(rank=rank, world_size=3, ranks_per_node=3))
     return [vote(rank not in against) for against in ((), (0,), (1,), (2,), (0, 1, 2), ())]

@@ -36,7 +36,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Sequential):
-    """Network of normalisation and matrix products, whose bits do not depend on memory addresses."""
+    """Network of normalization and matrix products, whose bits do not depend on memory addresses."""
 
     def __init__(self):
         with torch.random.fork_rng():

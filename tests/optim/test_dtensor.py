@@ -177,7 +177,7 @@ def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_
 
 
 def sequence_on_rank():
-    """Normalise half of the rows on each rank. Return the distance, and which gradients were partial."""
+    """Normalize half of the rows on each rank. Return the distance, and which gradients were partial."""
     mesh = mesh_of(2)
     rank = dist.get_rank()
     ours = nn.Sequential(*block_net()[0].children())
@@ -202,7 +202,7 @@ def sequence_on_rank():
 
 
 def test_gradients_that_are_sums_yet_to_be_made_are_added_up(two_ranks):
-    """Without this, sequence parallelism would give the normalisation's weights gradients of half of the batch."""
+    """Without this, sequence parallelism would give the normalization's weights gradients of half of the batch."""
     for rank, (distance_of_rank, are_partial) in enumerate(two_ranks.run(sequence_on_rank)):
         assert are_partial == [True, True], f"rank {rank}"
         assert distance_of_rank <= 5e-6, f"rank {rank}"

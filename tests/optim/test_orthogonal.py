@@ -1,4 +1,4 @@
-"""Steps along the orthogonalised momentum, compared with the SVD, with torch's Muon and with a plain loop."""
+"""Steps along the orthogonalized momentum, compared with the SVD, with torch's Muon and with a plain loop."""
 
 import copy
 

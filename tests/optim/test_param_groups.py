@@ -10,7 +10,7 @@ from lightning_hybrid.optim import LARS, ParamGroups, param_groups
 
 
 class HomeMadeNorm(nn.Module):
-    """Normalisation as in many language models. It is no subclass of torch's layers, so only its shape reveals it."""
+    """Normalization as in many language models. It is no subclass of torch's layers, so only its shape reveals it."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def test_each_rule_can_be_had_alone_and_normalisation_is_known_by_type():
     for rules, excluded in rows.items():
         assert names_of(param_groups(linear, 0.1, rules=rules), linear)[1] == excluded
     net = model()
-    _, excluded = names_of(param_groups(net, 0.1, rules=("normalisation",)), net)
+    _, excluded = names_of(param_groups(net, 0.1, rules=("normalization",)), net)
     assert excluded == [
         f"{index}.{name}" for index in range(1, 6) for name in ("weight", "bias")
     ] + ["6.weight"]
@@ -127,7 +127,7 @@ def test_parametrized_biases_and_normalisations_are_recognised():
     nn.utils.parametrize.register_parametrization(net[0], "bias", nn.Identity())
     nn.utils.parametrize.register_parametrization(net[1], "weight", nn.Identity())
     parametrizations.weight_norm(net[0])
-    adapted, excluded = names_of(param_groups(net, 0.1, rules=("bias", "normalisation")), net)
+    adapted, excluded = names_of(param_groups(net, 0.1, rules=("bias", "normalization")), net)
     assert adapted == ["0.parametrizations.weight.original0", "0.parametrizations.weight.original1"]
     assert len(excluded) == 3
 
@@ -169,7 +169,7 @@ def test_the_report_counts_every_parameter_once_under_its_reason():
             {},
             r"`model` \(=ReLU\) has no trainable parameters, because it has no parameters at all",
         ),
-        (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "all 2 are frozen"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "all 2 parameters are frozen"),
         (lambda: nn.LazyLinear(2), {}, r"`weight` \(=UninitializedParameter\) has no shape yet"),
         (lambda: nn.Linear(2, 2), {"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\) must be"),
         (

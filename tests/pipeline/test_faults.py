@@ -18,7 +18,7 @@ from tests.rank_pool import RankError
 SILENT = re.compile(r"comm: rank(s [0-9, ]*\b1\b[0-9, ]* do| 1 does) not answer")
 
 
-# Position in the schedule of the rank that noticed the fault, such as a dead rank's neighbour, whose message fails.
+# Position in the schedule of the rank that noticed the fault, such as a dead rank's neighbor, whose message fails.
 POSITION = re.compile(r"micro-batch [0-3] on stage [0-5] of [36]")
 
 

@@ -1,4 +1,4 @@
-"""Loss scales: behaviour on overflow, on clean steps, at their bounds and with invalid settings."""
+"""Loss scales: behavior on overflow, on clean steps, at their bounds and with invalid settings."""
 
 import pytest
 import torch

@@ -161,7 +161,7 @@ def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
 
 @pytest.mark.parametrize("optimizer", ["lars_fused", "sgd_fused", "sgd_dampened"])
 def test_optimizers_skip_the_same_steps_as_the_host(one_rank, optimizer):
-    """Steps are skipped from the first one on, where torch's fused SGD would leave its momentum uninitialised."""
+    """Steps are skipped from the first one on, where torch's fused SGD would leave its momentum uninitialized."""
     ((by_device, num_whole),) = run(one_rank, optimizer, bad=[0, 3], timeout_s=300)
     patches = [(query, never) for query in QUERIES]
     ((by_host, num_by_host),) = run(one_rank, optimizer, bad=[0, 3], patches=patches)

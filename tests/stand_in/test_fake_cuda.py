@@ -28,7 +28,7 @@ def fake(monkeypatch):
 
 
 def recipe(rule, shapes=SHAPES, *, fused=None):
-    """Return a recipe's optimizer for ResNet-50 in 16-true, with fp16 gradients, and fp32 ones for normalisations."""
+    """Return a recipe's optimizer for ResNet-50 in 16-true, with fp16 gradients, and fp32 ones for normalizations."""
     options = yaml.safe_load((CONF / f"{RULES[rule]}.yaml").read_text())
     assert options.pop("fused", "missing") is None
     options = {name: value for name, value in options.items() if not name.startswith("_")} | {

@@ -1,7 +1,7 @@
-"""Style of all figures: phone width, labels next to lines, and colours for light and dark pages.
+"""Style of all figures: phone width, labels next to lines, and colors for light and dark pages.
 
 Figures are drawn at the width at which they are shown, so that their text is never scaled. Wider
-pages show several figures side by side. The hues are those of Okabe & Ito 2008, which colour-blind
+pages show several figures side by side. The hues are those of Okabe & Ito 2008, which color-blind
 readers can distinguish. They are darkened until they are readable as text.
 """
 
@@ -38,11 +38,11 @@ _DARK_COLOURS = {
     SERIES[4]: "#e3b341",
     SERIES[5]: "#a5a8ff",
 }
-"""Colours in dark mode, by the corresponding colours in light mode."""
+"""Colors in dark mode, by the corresponding colors in light mode."""
 
 
 def _css_rules() -> str:
-    """Return CSS rules that replace the colours of a light-mode SVG image with those of dark mode."""
+    """Return CSS rules that replace the colors of a light-mode SVG image with those of dark mode."""
     rules = ""
     for light, dark in _DARK_COLOURS.items():
         for kind in ("fill", "stroke"):
@@ -147,7 +147,7 @@ def _format_tick(unit: str, value: float, position: int) -> str:
 
 
 def svg_of(figure: Figure) -> str:
-    """Convert a figure to SVG, with selectable text and colours for light and dark mode.
+    """Convert a figure to SVG, with selectable text and colors for light and dark mode.
 
     >>> text = svg_of(figure_of([(lambda axes: axes.set_title("loss fell"), 200)]))
     >>> "prefers-color-scheme: dark" in text, ">loss fell</text>" in text, f'width="{WIDTH_PX}"' in text

@@ -184,7 +184,7 @@ def _draw_buckets(buckets: Sequence[_TimedBucket], axes: Axes) -> None:
     axes.set_yticks(positions, labels)
     axes.grid(axis="y", visible=False)
 
-    legend = "grey: in flight; blue: waited for"
+    legend = "gray: in flight; blue: waited for"
     if len(shown) < len(buckets):
         legend += "; the longest"
     axes.set_xlabel(legend)

@@ -194,7 +194,7 @@ def _slabs(num_blocks: int) -> Iterator[_Slab]:
 def hadamard(y: Tensor) -> Tensor:
     """Return the Walsh-Hadamard transform of each row of 256 elements.
 
-    The transform is computed in 8 stages of sums and differences, beginning with neighbours.
+    The transform is computed in 8 stages of sums and differences, beginning with neighbors.
 
     >>> y = torch.zeros(1, 256); y[0, 1] = 1.0
     >>> hadamard(y)[0, :4].tolist(), bool((hadamard(hadamard(y)) == 256 * y).all())

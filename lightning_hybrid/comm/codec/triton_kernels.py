@@ -37,7 +37,7 @@ def _butterflies(y, DISTANCE: tl.constexpr):
 def _hadamard(y):
     """Return the Walsh-Hadamard transform of a block of 256 elements.
 
-    The transform is computed in 8 stages, beginning with neighbours.
+    The transform is computed in 8 stages, beginning with neighbors.
     """
     for stage in tl.static_range(8):
         y = _butterflies(y, 1 << stage)

@@ -216,13 +216,13 @@ class _RowCollectives:
         gloo_p2p.all_to_all_(outgoing, messages, self._group)
 
     def rows(self, name: str, row_bytes: int) -> Tensor:
-        """Return an uninitialised matrix of bytes with a row for each rank."""
+        """Return an uninitialized matrix of bytes with a row for each rank."""
         num_bytes = self.num_ranks * row_bytes
         flat = self.buffer(name, num_bytes, torch.uint8)
         return flat.view(self.num_ranks, row_bytes)
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory: a scratch buffer of this thread, or a new tensor on CUDA."""
+        """Return uninitialized memory: a scratch buffer of this thread, or a new tensor on CUDA."""
         if self.by_backend:
             return torch.empty(numel, dtype=dtype, device=self._device)
         return gloo_p2p.scratch(name, numel, dtype)

@@ -2,7 +2,7 @@
 
 Stores raise subclasses of `torch.distributed.DistError`, and NCCL raises `DistBackendError`. Gloo raises plain
 `RuntimeError`s. Errors of any type become `RuntimeError`s if they pass through a callback or through autograd. These
-errors are recognised by phrases that only torch uses. Words such as "timeout" or "socket" are not enough, because
+errors are recognized by phrases that only torch uses. Words such as "timeout" or "socket" are not enough, because
 errors of user code may contain them as well.
 """
 

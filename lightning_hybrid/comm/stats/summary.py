@@ -109,7 +109,7 @@ class CommSummary:
 
     @property
     def quantisation_nmse(self) -> float | None:
-        """Normalised mean squared error of the codec's quantization.
+        """Normalized mean squared error of the codec's quantization.
 
         The value is None if no codec is used, if values were inf or nan, and on CUDA.
         """

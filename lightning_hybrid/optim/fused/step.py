@@ -81,7 +81,7 @@ class FusedStep:
         return ()
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Create the engine that runs the fused step of a tensor group, and initialise missing optimizer state."""
+        """Create the engine that runs the fused step of a tensor group, and initialize missing optimizer state."""
         raise NotImplementedError
 
     def is_needed(self, group: dict[str, Any]) -> bool:
@@ -349,7 +349,7 @@ class FusedLars(FusedStep):
         return group["trust_ratio"]
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Create the engine for the tensors' device, and initialise missing momentum buffers."""
+        """Create the engine for the tensors' device, and initialize missing momentum buffers."""
         has_momentum, is_joint = tensors.flags
         moments: list[list[Tensor]] = []
         if has_momentum:
@@ -380,7 +380,7 @@ class FusedLamb(FusedStep):
         return group["max_grad_norm"] is not None
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Create the CPU engine, and initialise missing optimizer state."""
+        """Create the CPU engine, and initialize missing optimizer state."""
         for param in tensors.params:
             state = optimizer.state[param]
             # The step on lists may have left the count on a GPU.

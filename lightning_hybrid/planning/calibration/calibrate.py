@@ -4,7 +4,7 @@
     latency     of the wire: across less inside, because a message inside has the same software costs and no wire
     software    costs with which simulated times of the measured all-reduces have the smallest error (overhead_fit.py)
     codec       rates of encoding and decoding
-    curves      remaining error: measured over modelled time by bytes, for each algorithm, also through a codec
+    curves      remaining error: measured over modeled time by bytes, for each algorithm, also through a codec
 
 `Calibration.notes` names each link that is not a line, and the error of predicted all-reduces.
 """

@@ -3,7 +3,7 @@
     time = latency + (bytes + min(bytes, burst)) / rate          alpha-beta (Hockney 1994); the burst is our addition
 
 Times span five orders of magnitude, so errors are relative. Outliers are all in one direction, so
-the fit minimises the absolute deviations of the medians. Wrong times at one size do not bend the
+the fit minimizes the absolute deviations of the medians. Wrong times at one size do not bend the
 line, but appear in `errors`. If switches store bursts, message times do not follow a line. Therefore
 a few burst sizes are tried, and one is used only if it clearly improves the fit.
 """

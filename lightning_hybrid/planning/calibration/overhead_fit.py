@@ -153,7 +153,7 @@ def fit_overheads(
 def _descend(
     values: dict[str, float], loss: Callable[[dict[str, float]], float]
 ) -> dict[str, float]:
-    """Minimise a function of positive values by coordinate descent.
+    """Minimize a function of positive values by coordinate descent.
 
     Each value in turn is multiplied and divided by a factor that shrinks.
 

@@ -29,7 +29,7 @@ class WithoutValues(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Skip functions that initialise a tensor, and run other functions on the meta device."""
+        """Skip functions that initialize a tensor, and run other functions on the meta device."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         if (
@@ -58,7 +58,7 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     """Return the layers of a network in the order in which forward runs them.
 
     FLOPs are counted on the meta device, where nothing is computed. Only products are counted (`models/flops.py`), so
-    normalisation and activations have no FLOPs. Their time is attributed to the products next to them.
+    normalization and activations have no FLOPs. Their time is attributed to the products next to them.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
     >>> [(layer.name, layer.numels, layer.forward_flops) for layer in layers_of(net, (3, 4, 4))]

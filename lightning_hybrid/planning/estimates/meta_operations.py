@@ -98,7 +98,7 @@ def _batch_norm(images: Tensor, *options: Any) -> tuple[Tensor, ...] | None:
 def _gradients(
     gradient: Tensor, images: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return uninitialised gradients of the input, weight and bias of a convolution or normalisation."""
+    """Return uninitialized gradients of the input, weight and bias of a convolution or normalization."""
     output_mask = options[-1]
     wants_input, wants_weight, wants_bias = output_mask
     of_input = None
@@ -106,7 +106,7 @@ def _gradients(
     of_bias = None
     if wants_input:
         of_input = images.new_empty(images.shape)
-    if weight is None:  # a normalisation with affine=False
+    if weight is None:  # a normalization with affine=False
         return of_input, None, None
     if wants_weight:
         of_weight = weight.new_empty(weight.shape)

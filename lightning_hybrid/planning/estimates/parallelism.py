@@ -94,7 +94,7 @@ def pipeline_choices(
     """Simulate pipelines of 2 to 8 ranks within a node, and return them sorted by step time.
 
     A pipeline of S ranks takes the images of S data-parallel ranks. The time of a block is proportional to its FLOPs,
-    however small the micro-batch is, and messages slow down no computation. Both assumptions favour pipelines.
+    however small the micro-batch is, and messages slow down no computation. Both assumptions favor pipelines.
 
     Args:
         scenario: The data-parallel run.

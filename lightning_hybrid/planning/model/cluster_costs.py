@@ -50,7 +50,7 @@ class ClusterCosts:
         transport: Software that carries messages: `Nccl` or `Gloo`.
         is_interleaved: Whether consecutive ranks are on different nodes, so that every edge of a flat ring leaves its
             node.
-        curves: Measured over modelled time, by algorithm and by bytes of an all-reduce (`recipes/tune.py`). 1 for other
+        curves: Measured over modeled time, by algorithm and by bytes of an all-reduce (`recipes/tune.py`). 1 for other
             algorithms. `two_level_int8` is the curve with a codec, which defaults to that of `two_level`.
         measured_nodes: Number of nodes on which the curves were measured.
         codec: Throughput of a codec's rounding between nodes.
@@ -82,7 +82,7 @@ class ClusterCosts:
                 require_positive(
                     f"curves.{name}.{num_bytes}",
                     ratio,
-                    "it is the measured time of such an all-reduce divided by the modelled time",
+                    "it is the measured time of such an all-reduce divided by the modeled time",
                 )
         require_whole("num_nodes", self.num_nodes, "it is a number of nodes")
         require_whole(

@@ -264,7 +264,7 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
     ranks = cluster.world_size
     nodes = cluster.num_nodes
-    # Edges of the ring that leave a node: one, or one per rank if neighbours in the ring are on different nodes.
+    # Edges of the ring that leave a node: one, or one per rank if neighbors in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)
     # Through our engine a ring costs one stage more than DistributedDataParallel's own call.

@@ -102,7 +102,7 @@ class Nccl:
         if not re.fullmatch(r"\d+\.\d+(\.\d+)?", self.version):
             raise ValueError(
                 f"`version` (={self.version!r}) must be an NCCL version such as '2.27', because the version "
-                "determines which algorithms are modelled."
+                "determines which algorithms are modeled."
             )
         for name, values, allowed in (
             ("inside", [self.inside], ["nvlink", "pci"]),

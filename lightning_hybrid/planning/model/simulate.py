@@ -4,7 +4,7 @@
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
 Every bucket waits for the slowest rank, whose compute time is sampled from `Jitter`. Traffic of other jobs, and
-failures, are not modelled.
+failures, are not modeled.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def simulate(
         plan: Communication plan with the buckets and algorithms.
         itemsize: Bytes of an element on the wire.
         on_cuda: Whether chunks run one after another, as on one CUDA stream. The second stream of the engine is not
-            modelled.
+            modeled.
         algorithm: One of `PEERS` or `OURS` of `cluster_costs`, used for every bucket in one chunk. None: the plan's.
         cuts: See `buckets_of`.
         num_columns: Number of collectives that run at the same time. None: as the plan says, and one on CUDA.

@@ -260,7 +260,7 @@ class TuneReport:
             f"  nics_per_node: {cluster.nics_per_node}",
             f"  is_interleaved: {str(cluster.is_interleaved).lower()}",
             f"  measured_nodes: {cluster.measured_nodes} # curves hold to 8 times as many",
-            "  curves: # measured over modelled time, by the bytes of a sum",
+            "  curves: # measured over modeled time, by the bytes of a sum",
             *(f"    {what}: {dict(curve)}" for what, curve in cluster.curves.items()),
             "  transport:",
         ]

@@ -20,7 +20,7 @@ _SHARED_MEMORY_IS_FULL = re.compile(
 
 
 def summary_of(error: BaseException) -> str:
-    """Summarise an error by its type, its first line and the last line of user code in its traceback.
+    """Summarize an error by its type, its first line and the last line of user code in its traceback.
 
     If the error was raised in a worker of a DataLoader, or in a rank that Lightning started by spawn or fork, the
     summary describes the original error.

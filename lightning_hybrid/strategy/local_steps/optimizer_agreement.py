@@ -1,4 +1,4 @@
-"""Synchronisation of optimizer state, loss scales and skipped-step counts after local steps.
+"""Synchronization of optimizer state, loss scales and skipped-step counts after local steps.
 
 momentum                averaged over nodes at the end of each period, in the dtype in which weights are sent between
                         nodes. Adam's first moment is left out, because a node divides it by its own second moment. If

@@ -41,7 +41,7 @@ from lightning_hybrid.strategy.node_slices.sliced_layers import HeadsAttention, 
 
 # Maximum norm of a difference, relative to the norm with full layers. Matrix products of other shapes add in another
 # order, which changes results by 1e-6 in fp32 and by 1e-3 in TF32. In half precision a few elements round to the
-# neighbouring number. A real error is far larger: a softmax over half of the features differs by 0.5.
+# neighboring number. A real error is far larger: a softmax over half of the features differs by 0.5.
 MIN_TOLERANCE = 1e-3
 TOLERANCE_IN_EPS = 4
 

@@ -1,4 +1,4 @@
-"""Cropping of images, at random in training and from the centre in evaluation."""
+"""Cropping of images, at random in training and from the center in evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recipes.datasets.images.decode import Pixels
 
-NUM_TRIES = 10  # as published; after that the centre crop is used
+NUM_TRIES = 10  # as published; after that the center crop is used
 NUM_DRAWS = 3 + 2 * NUM_TRIES
 
 
@@ -77,7 +77,7 @@ def random_box(
                 box      = round(sqrt(area_k / aspect_k)) x round(sqrt(area_k * aspect_k))
 
     The first of 10 boxes that fits is positioned uniformly (draw 0: top, draw 1: left). If none fits, the result is the
-    largest centred box whose aspect ratio is in the range. Draw 2 is reserved for the flip.
+    largest centered box whose aspect ratio is in the range. Draw 2 is reserved for the flip.
 
     Args:
         height: Height of the image in pixels.
@@ -130,7 +130,7 @@ def _centred_box(height: int, width: int, box_height: int, box_width: int) -> Bo
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
     """Resize an image with antialiased bilinear interpolation, to uint8 `"1 3 height width"`.
 
-    Values differ from Pillow's by at most one grey level.
+    Values differ from Pillow's by at most one gray level.
     """
     images = torch.from_numpy(pixels)[None]
     # This gives channels_last strides, which the result keeps.
@@ -199,7 +199,7 @@ MAX_ASPECT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCrop:
-    """Centre crop for evaluation, after resizing the shorter side to `eval_resize` pixels.
+    """Center crop for evaluation, after resizing the shorter side to `eval_resize` pixels.
 
     Raises:
         ValueError: The crop is larger than the resized image.
@@ -212,12 +212,12 @@ class EvalCrop:
         if self.eval_resize < self.image_size:
             raise ValueError(
                 f"`eval_resize` (={self.eval_resize}) must be at least `image_size` "
-                f"(={self.image_size}), because the centre is cropped from the resized image. Set "
+                f"(={self.image_size}), because the center is cropped from the resized image. Set "
                 f"data.eval_resize={round(self.image_size / 0.875)}."
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Return the parameters of the centre crop for an image of `height` x `width` pixels.
+        """Return the parameters of the center crop for an image of `height` x `width` pixels.
 
         They are the same in every epoch.
         """

@@ -19,7 +19,7 @@ from recipes.datasets.images.source import RowSource
 class ImageDataModule(pl.LightningDataModule, ABC):
     """Base class of data modules for large image datasets, which are loaded on demand.
 
-    Subclasses set the image sources in `setup`. Batches leave the loader as uint8. `DevicePrefetcher` normalises them
+    Subclasses set the image sources in `setup`. Batches leave the loader as uint8. `DevicePrefetcher` normalizes them
     on the device. Without a prefetcher, `on_after_batch_transfer` does.
 
     Args:
@@ -114,11 +114,11 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         return self.val_dataloader()
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Normalise the images on the device, and cast them to the input dtype of the precision plugin.
+        """Normalize the images on the device, and cast them to the input dtype of the precision plugin.
 
-        Batches that a prefetcher has already normalised are returned unchanged.
+        Batches that a prefetcher has already normalized are returned unchanged.
         """
-        # Images that a `DevicePrefetcher` has normalised are no longer uint8, and stay unchanged.
+        # Images that a `DevicePrefetcher` has normalized are no longer uint8, and stay unchanged.
         normalised = self.on_device(batch)
         if normalised is batch or self.trainer is None:
             return normalised

@@ -59,7 +59,7 @@ installed decoder.
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
     """Decode the bytes of an image file to RGB pixels, a uint8 array of shape `"height width 3"`.
 
-    Grey images get three equal channels, CMYK is converted, 16-bit values keep their upper 8 bits, and transparency is
+    Gray images get three equal channels, CMYK is converted, 16-bit values keep their upper 8 bits, and transparency is
     dropped.
 
     Raises:

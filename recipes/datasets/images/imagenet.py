@@ -25,14 +25,14 @@ class ImageNetDataModule(ImageDataModule):
     """Data module for ImageNet and for other datasets with the same layout, in folders or in shards.
 
     Files are `root/{train,val}/<class>/*.JPEG`. Shards are in `root/train` and `root/val`. Training uses a new random
-    resized crop and flip in each epoch. Evaluation resizes the short side to `eval_resize` and crops the centre.
+    resized crop and flip in each epoch. Evaluation resizes the short side to `eval_resize` and crops the center.
     Arguments that are not listed here are those of `ImageDataModule`.
 
     Args:
-        root: Folder that contains `train` and `val`. Shards of `recipes/pack.py` are recognised by their index.
+        root: Folder that contains `train` and `val`. Shards of `recipes/pack.py` are recognized by their index.
         num_classes: Number of classes of the network. The dataset must have the same number.
         image_size: Height and width of the network's input in pixels.
-        eval_resize: Length in pixels to which evaluation resizes the short side before the centre crop.
+        eval_resize: Length in pixels to which evaluation resizes the short side before the center crop.
         area: Minimum and maximum area of a training crop, as fractions (Szegedy et al. 2014). NVIDIA's MLPerf entries
             use 0.05 to 1.
         aspect: Minimum and maximum ratio of width to height of a training crop.

@@ -1,4 +1,4 @@
-"""Normalisation of images after their transfer to the device."""
+"""Normalization of images after their transfer to the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class NormalizeOnDevice:
-    """Callable that converts uint8 images to normalised fp32 images on their device.
+    """Callable that converts uint8 images to normalized fp32 images on their device.
 
     The result is `(level - 255 mean) / (255 std)`. Images are transferred as one byte per value, and only become four
     bytes on the device. The memory format channels_last is kept. Batches that are not uint8 are returned unchanged.
@@ -48,7 +48,7 @@ class NormalizeOnDevice:
         self._levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Batch) -> Batch:
-        """Normalise the images of a batch `(images, labels)` on their device."""
+        """Normalize the images of a batch `(images, labels)` on their device."""
         images, labels = batch
         # With a prefetcher, Lightning's hook also calls this. The second call changes nothing.
         if images.dtype is not torch.uint8:

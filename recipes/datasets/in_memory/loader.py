@@ -25,7 +25,7 @@ class ImageSet(NamedTuple):
 
 
 class Normalize(NamedTuple):
-    """Callable that normalises uint8 images to fp32: `(level - mean) / std`."""
+    """Callable that normalizes uint8 images to fp32: `(level - mean) / std`."""
 
     mean: float
     std: float
@@ -37,7 +37,7 @@ class Normalize(NamedTuple):
         return cls(mean=levels.mean().item(), std=levels.std().item())
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Convert a batch of uint8 images to normalised fp32 images."""
+        """Convert a batch of uint8 images to normalized fp32 images."""
         return (images.float() - self.mean) / self.std
 
 
@@ -45,7 +45,7 @@ class TrainLoader(ResumableLoader):
     """Training loader of one rank that shuffles each epoch and can resume after any batch.
 
     Yields:
-        `(images, labels)`: images fp32 `"batch channels height width"`, normalised; labels int64 `"batch"`.
+        `(images, labels)`: images fp32 `"batch channels height width"`, normalized; labels int64 `"batch"`.
     """
 
     reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`

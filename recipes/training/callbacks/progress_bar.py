@@ -1,4 +1,4 @@
-"""Progress bar that shows large-batch training metrics without synchronising with the device."""
+"""Progress bar that shows large-batch training metrics without synchronizing with the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callback that initialises a network with the weights of an equally deep or shallower network."""
+"""Callback that initializes a network with the weights of an equally deep or shallower network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = re.compile(r"\.(\d+)\.")
 
 
 class StartFrom(Callback):
-    """Callback that initialises the network with the weights of a checkpoint.
+    """Callback that initializes the network with the weights of a checkpoint.
 
     A resumed run keeps its own weights. Block i of a stack of blocks gets the weights of block i mod m if the stack in
     the checkpoint had m blocks (Gong et al. 2019, "Efficient training of BERT by progressively stacking", PMLR
@@ -61,13 +61,13 @@ class StartFrom(Callback):
             tensor.numel() for tensor in own_state.values()
         )
         rank_zero_info(
-            f"Initialised {len(sources)} of {len(own_state)} tensors ({share:.1%} of the "
+            f"Initialized {len(sources)} of {len(own_state)} tensors ({share:.1%} of the "
             f"elements) from {self.path}."
         )
 
 
 def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map each tensor name of the network to the name of the checkpoint tensor that initialises it.
+    """Map each tensor name of the network to the name of the checkpoint tensor that initializes it.
 
     Tensors for which the checkpoint has no tensor of the same shape are left out.
 

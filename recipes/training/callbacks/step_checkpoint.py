@@ -12,7 +12,7 @@ class StepCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` that postpones a checkpoint if validation or the epoch end follows the step.
 
     With `every_n_train_steps`, a postponed checkpoint is saved at the end of the epoch or, in the middle of an epoch,
-    one step later. All arguments and other behaviour are those of `ModelCheckpoint`.
+    one step later. All arguments and other behavior are those of `ModelCheckpoint`.
     """
 
     # Lightning 2.6 treats a checkpoint that was written there as one of a finished epoch. A run that resumes from it

@@ -1,1 +1,1 @@
-"""Public behaviour of Lightning's trainer compared with `ddp`. The strategy's README lists all differences."""
+"""Public behavior of Lightning's trainer compared with `ddp`. The strategy's README lists all differences."""

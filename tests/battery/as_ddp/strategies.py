@@ -16,7 +16,7 @@ from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
 def within_a_fit(look: Any) -> Any:
-    """Return a behaviour that calls `look(trainer, module)` after the second batch and in validation.
+    """Return a behavior that calls `look(trainer, module)` after the second batch and in validation.
 
     In a run with a single rank, it also calls `look` after the fit.
     """

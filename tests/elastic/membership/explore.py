@@ -100,7 +100,7 @@ class Explorer:
         return self._machines[key]
 
     def _dump(self, machine: ViewChange) -> int:
-        machine.reasons = []  # texts do not affect the behaviour
+        machine.reasons = []  # texts do not affect the behavior
         values = vars(machine).items()
         ordered = {}
         for name, value in values:
@@ -127,7 +127,7 @@ class Explorer:
         return self._memo[memo]
 
     def _sent(self, receiver: str, message: dict) -> tuple[str, int, int]:
-        """Return a send action by indices, without the message's texts, which do not affect the behaviour."""
+        """Return a send action by indices, without the message's texts, which do not affect the behavior."""
         message = dict(message)
         if "reasons" in message:
             message["reasons"] = []

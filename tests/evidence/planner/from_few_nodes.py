@@ -1,7 +1,7 @@
 """Extrapolation of all-reduces from few nodes to more: `tests/planning/model/test_uncertainty.py`.
 
 The systems are those of `between_nodes.csv` with several numbers of nodes. For each system, the ratios of measured and
-modelled time by bytes on the smaller number of nodes form a curve. The cluster with this curve predicts the others.
+modeled time by bytes on the smaller number of nodes form a curve. The cluster with this curve predicts the others.
 """
 
 import math

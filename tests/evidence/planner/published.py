@@ -28,7 +28,7 @@ P100_32_OVER_64 = 195 / 219
 SMALL_LL_BYTES = 16384  # default of NCCL_LL_THRESHOLD in 2018
 RESNET_CUT = 76  # tensors from the input; in the article, between 76 and 77
 # Fully connected layers begin here. In the article the cut is between 20 and 21, because its network has five
-# convolutions with weight and bias and five normalisations with two tensors. Here there are six normalisations and no
+# convolutions with weight and bias and five normalizations with two tensors. Here there are six normalizations and no
 # bias.
 ALEXNET_CUT = 17
 

@@ -148,7 +148,7 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
 def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_whose_rate_is_found():
     """Errors of the model are kept as ratios by bytes, separately for all-reduces through a codec.
 
-    All-reduces of 2 and 4 MiB with one algorithm take 1.5 times the modelled time, and those of 4 MiB in 8 bits 1.4
+    All-reduces of 2 and 4 MiB with one algorithm take 1.5 times the modeled time, and those of 4 MiB in 8 bits 1.4
     times. Links cannot explain this. Links and software are fitted to all-reduces without a codec. The mutation to
     detect is a single ratio.
     """
@@ -214,7 +214,7 @@ def test_a_bandwidth_that_short_messages_do_not_show_is_noted_and_the_descriptio
         notes=(),
     )
     (note,) = calibration_notes(found)
-    assert "the bandwidth between nodes is not known" in note
+    assert "the bandwidth between nodes could not be determined" in note
     assert "messages of up to 16384 bytes" in note
     assert yaml.safe_load(yaml_text(far.bytes_per_s)) == math.inf
 

@@ -187,7 +187,7 @@ SAID = [
         r"Neither a combination of these nor a pipeline in a node fits\. Use a smaller network or larger GPUs\.$",
         0,
     ),
-    (None, [], [ASKED], r"give cluster\.gpu_memory_bytes=<bytes>\.$", None),
+    (None, [], [ASKED], r"set cluster\.gpu_memory_bytes=<bytes>\.$", None),
 ]
 
 

@@ -198,7 +198,7 @@ def test_weights_between_the_statements_of_a_loop_are_fp32(
 
 
 class PenalisesWeights(Loop):
-    """Loop that penalises the squared weights, which it lists in one of three ways."""
+    """Loop that penalizes the squared weights, which it lists in one of three ways."""
 
     def __init__(self, source):
         super().__init__()
@@ -284,7 +284,7 @@ class CallsTheNetWithoutTheWrapper(Loop):
 
 
 class LearnsTheNoise(Loop):
-    """Loop with a learnt noise level, which is used in the loss and never in the forward pass."""
+    """Loop with a learned noise level, which is used in the loss and never in the forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -296,7 +296,7 @@ class LearnsTheNoise(Loop):
 
 
 class LearnsTheNoiseWhileItAccumulates(LearnsTheNoise):
-    """Loop with a learnt noise level in every micro-batch, of which ranks average the last one."""
+    """Loop with a learned noise level in every micro-batch, of which ranks average the last one."""
 
     def run(self, fabric):
         self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
@@ -569,7 +569,7 @@ class RollsBack(Loop):
 
 
 class Sharpness(Loop):
-    """Loop of sharpness-aware minimisation with a closure."""
+    """Loop of sharpness-aware minimization with a closure."""
 
     def make_optimizer(self):
         return Sam(self.net.parameters(), lr=0.1)

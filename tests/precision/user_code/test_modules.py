@@ -55,7 +55,7 @@ class TiedHead(UserCode):
 
 
 class SharedNormalisation(UserCode):
-    """Module in which a user's submodule shares the weight of a normalisation layer."""
+    """Module in which a user's submodule shares the weight of a normalization layer."""
 
     class Penalty(nn.Module):
         def __init__(self, weight):
@@ -171,7 +171,7 @@ class CallsParts(UserCode):
                 "a method of a child": self.model.decode(self.codes),
                 "a grandchild": self.model.decoder(self.codes),
                 "a layer": self.model.decoder[0](self.codes),
-                "a normalisation layer": self.model.decoder[1](self.codes.repeat(1, 2)),
+                "a normalization layer": self.model.decoder[1](self.codes.repeat(1, 2)),
                 "a policy": self.model.act(self.images),
                 "a product with a weight": self.codes @ self.model.decoder[0].weight.t(),
             }
@@ -473,7 +473,7 @@ class CallsFunctionally(UserCode):
 
 
 class PenalisesWeights(UserCode):
-    """Module that penalises all squared weights, with parameters listed in the step or before it."""
+    """Module that penalizes all squared weights, with parameters listed in the step or before it."""
 
     def __init__(self, moment):
         super().__init__()

@@ -204,7 +204,7 @@ def test_a_layer_that_is_unfrozen_trains(comparison, user_code, world_size, prec
 
 
 class Sam(Optimizer):
-    """Sharpness-aware minimisation (Foret et al. 2020, arXiv:2010.01412), as in its best known implementation."""
+    """Sharpness-aware minimization (Foret et al. 2020, arXiv:2010.01412), as in its best known implementation."""
 
     def __init__(self, parameters, lr, rho=0.05):
         super().__init__(parameters, {"lr": lr, "rho": rho})

@@ -448,7 +448,7 @@ class LoadsInsideAStep(Frozen):
 
 
 class NormalisesPrototypes(UserCode):
-    """Module that normalises rows of a weight before each forward pass, as SwAV does."""
+    """Module that normalizes rows of a weight before each forward pass, as SwAV does."""
 
     ignored_warnings = ("`net.[02].weight` was written inside",)
 
@@ -460,7 +460,7 @@ class NormalisesPrototypes(UserCode):
 
 
 class NormalisesPrototypesOfAList(NormalisesPrototypes):
-    """Module that normalises the same rows through a list of parameters kept from the constructor."""
+    """Module that normalizes the same rows through a list of parameters kept from the constructor."""
 
     def __init__(self):
         super().__init__()

@@ -11,7 +11,7 @@ AS_STORED = Normalize(mean=0.0, std=1.0)
 
 
 def numbered(num_images: int) -> ImageSet:
-    """Return images whose label is their own index, with all pixels of the same grey."""
+    """Return images whose label is their own index, with all pixels of the same gray."""
     labels = torch.arange(num_images)
     return ImageSet(
         images=(labels % 251 + 1).to(torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 1, 4, 4),

@@ -1,4 +1,4 @@
-"""AlexNet-BN with its published shape and its documented initialisation."""
+"""AlexNet-BN with its published shape and its documented initialization."""
 
 import pytest
 import torch

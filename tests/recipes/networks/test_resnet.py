@@ -1,4 +1,4 @@
-"""ResNet with its published names, shapes, strides and initialisation, and FLOPs of networks."""
+"""ResNet with its published names, shapes, strides and initialization, and FLOPs of networks."""
 
 import copy
 import json

@@ -72,7 +72,7 @@ def test_differing_keys_name_classes_and_leave_out_copies(two_runs):
 
 
 def test_curves_are_drawn_over_steps_and_over_time(two_runs):
-    """The time of a step without one is interpolated between its neighbours."""
+    """The time of a step without one is interpolated between its neighbors."""
     runs = compare_runs.read_runs(two_runs)
     assert runs[1].over_time(m.TRAIN_LOSS) == [(3.0, 1.0), (4.0, 0.5), (5.0, 0.25)]
     steps, seconds, *_ = figure_of(compare_runs.panels_of(runs)).axes

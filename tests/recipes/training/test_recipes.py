@@ -103,7 +103,7 @@ def test_every_recipe_trains(two_ranks, recipe):
 
 
 def look(trainer, module, optimizer):
-    """Return the dtypes of convolutions and of normalisations, and whether kernels are channels-last."""
+    """Return the dtypes of convolutions and of normalizations, and whether kernels are channels-last."""
     convs, norms = (
         [layer for layer in module.modules() if isinstance(layer, kind)]
         for kind in (nn.Conv2d, nn.BatchNorm2d)

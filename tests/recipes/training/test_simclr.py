@@ -68,7 +68,7 @@ def test_probes_find_what_is_apart():
     assert torch.equal(linear_probe(bank, labels, 3)(torch.eye(3)).argmax(1), torch.arange(3))
     scores = knn(torch.eye(3), bank, labels, 5, 3)
     assert torch.equal(scores.argmax(1), torch.arange(3))
-    assert (scores > 0).sum() == 3  # all five neighbours are of one class
+    assert (scores > 0).sum() == 3  # all five neighbors are of one class
 
 
 def test_views_are_of_an_image_itself_and_differ():

@@ -123,7 +123,7 @@ def test_a_resumed_run_continues_the_run_of_wandb(one_rank, tmp_path):
         logged_steps.append([step for step, _ in run.column(m.TRAIN_LOSS)])
         wandb_steps += [row["_step"] for row in run.history]
     assert logged_steps == [[0, 1], [2, 3]]
-    # W&B's own count continues too, so the files can be synchronised one after the other.
+    # W&B's own count continues too, so the files can be synchronized one after the other.
     assert wandb_steps == list(range(len(wandb_steps)))
     assert [run.run.run_id for run in runs_in(second_folder)] == [first_id, "mine"]
 

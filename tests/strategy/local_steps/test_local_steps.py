@@ -20,7 +20,7 @@ from tests.scenes import Saves, Spoiled, at, fit, same
 
 
 class Toy(Spoiled):
-    """Classifier whose learning rate falls in each step. With "LARS" it follows the orthogonalised momentum."""
+    """Classifier whose learning rate falls in each step. With "LARS" it follows the orthogonalized momentum."""
 
     def __init__(self, lr=0.05, **options):
         super().__init__(lr=lr, **options)

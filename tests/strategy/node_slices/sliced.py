@@ -17,7 +17,7 @@ NUM_CLASSES = 8
 
 
 class Net(nn.Module):
-    """Network with a normalised trunk, a pair of layers fc6 and fc7, and a head."""
+    """Network with a normalized trunk, a pair of layers fc6 and fc7, and a head."""
 
     def __init__(self, is_cut=True, dropout=0.0, width=10):
         super().__init__()

@@ -129,7 +129,7 @@ def three_pairs():
 
 
 class Module(pl.LightningModule):
-    """Normalised trunk with dropout, the block under test, and values that each step changes."""
+    """Normalized trunk with dropout, the block under test, and values that each step changes."""
 
     def __init__(self, make_body):
         super().__init__()

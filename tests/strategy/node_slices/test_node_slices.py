@@ -352,7 +352,7 @@ class Doubled(nn.Linear):
 
 
 class Gated(nn.Module):
-    """Module with a normalisation next to a linear layer."""
+    """Module with a normalization next to a linear layer."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,7 @@ def long(*cases):
 
 
 def layerwise(module, kind, fused, options):
-    # Every third tensor and the normalisation are excluded.
+    # Every third tensor and the normalization are excluded.
     weights = list(module.weights)
     groups = [
         {"params": [weight for index, weight in enumerate(weights) if index % 3 != 1]},
@@ -120,7 +120,7 @@ def shards_of(trainer):
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precision):
     num_small = sum(size for size in SIZES if size <= BLOCK)
-    num_norm = 8  # the layer normalisation stays in fp32
+    num_norm = 8  # the layer normalization stays in fp32
     looks = at(on_train_batch_end=numbers_on_rank)
     ranks = fit(two_ranks, sgd, precision, num=2, callbacks=[looks])
     num_weights = sum(weight.numel() for weight in ranks[0].weights.values())

@@ -53,7 +53,7 @@ def test_every_half_is_widened_as_torch_does(library):
 
 
 def test_floats_are_rounded_to_half_as_torch_does(library):
-    """The test covers every half, the midpoints between halves, their neighbours, infinities, nan and overflows."""
+    """The test covers every half, the midpoints between halves, their neighbors, infinities, nan and overflows."""
     halves = torch.arange(0, 0x7C00).to(torch.int16).view(torch.float16).float()
     middles = (halves[1:] + halves[:-1]) / 2
     neighbours = [torch.nextafter(middles, torch.tensor(toward)) for toward in (0.0, torch.inf)]

@@ -1,4 +1,4 @@
-"""Views of images: the published crops, equal for an image on any rank, and within a grey level of Pillow."""
+"""Views of images: the published crops, equal for an image on any rank, and within a gray level of Pillow."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_a_box_is_that_of_the_published_sequence():
         # As wide as the image, so it fits; top = int(0.999 * 101).
         ((200, 100), (0.5, 0.5), (1, 1), (100, 0, 100, 100)),
         ((100, 200), (0.5, 0.5), (1, 1), (0, 100, 100, 100)),
-        ((10, 10), (0.01, 0.5), (0.1, 0.1), (0, 4, 10, 1)),  # no width, then too high: the centre
+        ((10, 10), (0.01, 0.5), (0.1, 0.1), (0, 4, 10, 1)),  # no width, then too high: the center
         ((10, 10), (0.01, 0.5), (10, 10), (4, 0, 1, 10)),
         ((100, 10), (1, 1), (0.5, 2), (40, 0, 20, 10)),  # too narrow: 10 / 0.5 high
         ((10, 100), (1, 1), (0.5, 2), (0, 40, 10, 20)),
@@ -145,7 +145,7 @@ def test_normalisation_is_the_formula_and_keeps_channels_last():
     expected = (levels.double() / 255 - mean) / std
     # Two roundings of fp32 (2 ** -24 each) on values up to 255 / 57, and the roundings of mean and std.
     assert (images.permute(0, 2, 3, 1) - expected).abs().max() < 5 * 2**-22
-    assert NormalizeOnDevice()((images, labels))[0] is images  # not normalised twice
+    assert NormalizeOnDevice()((images, labels))[0] is images  # not normalized twice
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_blocks_of_bert_of_3_layers_go_round_in_one_of_12():
 
 
 def test_resnet_50_takes_what_has_the_shape_of_resnet_18():
-    """A bottleneck gets the 3x3 convolution and the statistics of its width. Its 1x1 convolutions are initialised."""
+    """A bottleneck gets the 3x3 convolution and the statistics of its width. Its 1x1 convolutions are initialized."""
     deep = ResNet(depth=50, num_classes=10).state_dict()
     shallow = ResNet(depth=18, num_classes=10).state_dict()
     sources = sources_of(deep, shallow)
