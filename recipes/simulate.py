@@ -44,7 +44,6 @@ KEYS: dict[str, Any] = {
     "itemsize": Count,
     "precision": Literal["16-true", "bf16-true", "32-true"],
     "optimizer": Literal["sgd", "lars", "adamw", "lamb"] | None,
-    "track_memory": bool,
     "plan": CommPlan,
     "algorithm": str | None,
     "cuts": list[int] | None,
@@ -158,7 +157,6 @@ def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
         image_shape=list(cfg.image_shape),
         gathered_numels=gathered_numels,
         memory_bytes=cfg.cluster.gpu_memory_bytes,
-        is_tracked=cfg.track_memory,
     )
 
 

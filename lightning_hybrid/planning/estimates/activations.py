@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -146,30 +145,6 @@ def step_bytes(
     # `LiveBytes` did not count the images, so add this batch and the next.
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     return (live.peak + 2 * input_bytes) * batch_size // counted
-
-
-def tracked_bytes(
-    model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
-) -> int:
-    """Measure the peak memory of a forward and backward pass in bytes with torch's `MemTracker`.
-
-    The result covers the same tensors as that of `step_bytes`. The measurement takes seconds for a large network.
-    """
-    from torch.distributed._tools.mem_tracker import MemTracker  # imports torch's compiler
-
-    with meta_step(model, precision) as (shadow, dtype), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # because torch warns about gradients that are None
-        images = example_of(shadow, batch_size, image_shape, dtype=dtype)
-        tracker = MemTracker()
-        inputs = list(tree_iter(images))
-        tracker.track_external(shadow, *inputs)
-        with tracker:
-            _forward_and_backward(shadow, images)
-        external_tensors = [*shadow.parameters(), *shadow.buffers(), *inputs]
-        external_bytes = sum(tensor.nbytes for tensor in external_tensors)
-        peak: int = tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"]
-    input_bytes = sum(tensor.nbytes for tensor in inputs)
-    return peak - external_bytes + 2 * input_bytes
 
 
 def _forward_and_backward(network: nn.Module, images: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,6 @@ from lightning_hybrid.formatting import markdown_table
 from lightning_hybrid.planning.estimates.activations import (
     has_checkpointing,
     step_bytes,
-    tracked_bytes,
     with_checkpointing,
 )
 from lightning_hybrid.planning.estimates.blocks import Block, traced_blocks
@@ -40,7 +39,6 @@ class MemorySettings:
         gathered_numels: Number of elements of each block that FSDP2 gathers at once.
         optimizer: Name of the optimizer, whose state is counted. None stands for LAMB with text and LARS otherwise.
         memory_bytes: Memory of a device. None if it is unknown.
-        is_tracked: True to measure the activations with torch's memory tracker too, which takes seconds.
     """
 
     precision: str
@@ -48,7 +46,6 @@ class MemorySettings:
     gathered_numels: Sequence[int]
     optimizer: str | None = None
     memory_bytes: float | None = None
-    is_tracked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,6 @@ class MemoryReport:
         memory_bytes: Memory of a device. None if it is unknown.
         largest_batch: Largest batch per rank that fits with the configured settings. None if the memory is unknown.
         step_s: Time of a step with the settings of the run, in seconds.
-        tracked: Bytes of activations by torch's memory tracker, by `kind` and `batch_size` of a need.
     """
 
     state: StateBytes
@@ -76,7 +72,6 @@ class MemoryReport:
     memory_bytes: float | None
     largest_batch: int | None
     step_s: float
-    tracked: Mapping[tuple[tuple[str, bool], int], int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -107,9 +102,6 @@ class MemoryReport:
                 if need.fits(memory_bytes)
             ]
 
-        tracked: dict[tuple[tuple[str, bool], int], int] = {}
-        if settings.is_tracked:
-            tracked = _tracked_activations(network, settings, [asked, *alone, *fitting])
         return cls(
             state=states[asked_precision],
             blocks=tuple(blocks),
@@ -119,7 +111,6 @@ class MemoryReport:
             memory_bytes=memory_bytes,
             largest_batch=largest_batch,
             step_s=step_s,
-            tracked=tracked,
         )
 
     @property
@@ -199,16 +190,12 @@ class MemoryReport:
     def table(self) -> str:
         """Return a Markdown table of memory needs with the configured settings and with alternatives."""
         lists = [need for need in self.fitting if need != self.asked and need not in self.alone]
-        header = ["memory of a rank", "state GB", "activations GB", "GB"]
-        if self.tracked:
-            header.append("tracked GB")
+        header = ["memory of a rank", "state GB", "activations GB", "GB", "fits", "costs"]
         rows = [self._row(need) for need in (self.asked, *self.alone, *lists)]
-        return markdown_table([*header, "fits", "costs"], rows)
+        return markdown_table(header, rows)
 
     def _row(self, need: MemoryNeed) -> list[str]:
         sizes = [need.state_bytes, need.activation_bytes, need.total_bytes]
-        if self.tracked:
-            sizes.append(need.state_bytes + self.tracked[need.kind, need.batch_size])
         fits = ""
         if self.memory_bytes is not None:
             fits = "yes" if need.fits(self.memory_bytes) else "no"
@@ -220,14 +207,9 @@ class MemoryReport:
         return {
             "memory_bytes": self.memory_bytes,
             "largest_batch_size_per_rank": self.largest_batch,
-            "asked": [self._numbers(self.asked)],
-            "alone": [self._numbers(need) for need in self.alone],
-            "fitting": [self._numbers(need) for need in self.fitting],
-        }
-
-    def _numbers(self, need: MemoryNeed) -> dict[str, Any]:
-        return asdict(need) | {
-            "tracked_activation_bytes": self.tracked.get((need.kind, need.batch_size))
+            "asked": [asdict(self.asked)],
+            "alone": [asdict(need) for need in self.alone],
+            "fitting": [asdict(need) for need in self.fitting],
         }
 
 
@@ -311,22 +293,3 @@ def _activation_bytes(
     one_image = step_bytes(network, shape, batch_size=1, precision=precision)
     whole_batch = step_bytes(network, shape, batch_size=batch_size, precision=precision)
     return one_image, whole_batch
-
-
-def _tracked_activations(
-    network: nn.Module, settings: MemorySettings, needs: Sequence[MemoryNeed]
-) -> dict[tuple[tuple[str, bool], int], int]:
-    # Measure each need with torch's memory tracker.
-    tracked: dict[tuple[tuple[str, bool], int], int] = {}
-    for need in needs:
-        if (need.kind, need.batch_size) in tracked:
-            continue
-        precision, is_checkpointed = need.kind
-        variant = with_checkpointing(network, is_on=True) if is_checkpointed else network
-        tracked[need.kind, need.batch_size] = tracked_bytes(
-            variant,
-            list(settings.image_shape),
-            batch_size=need.batch_size,
-            precision=precision,
-        )
-    return tracked
