@@ -217,7 +217,8 @@ def test_a_group_keeps_the_keys_that_a_schedule_of_the_user_reads(rule, keys):
 )
 def test_a_misspelt_option_of_a_group_is_refused_with_the_option_that_was_meant(key):
     with pytest.raises(
-        ValueError, match=rf"^`{key}` \(=0.5\) is not an option of LARS and would be ignored. Did you mean `\w+`\?"
+        ValueError,
+        match=rf"^`{key}` \(=0.5\) is not an option of LARS and would be ignored. Did you mean `\w+`\?",
     ):
         LARS([{"params": parameters((2,)), key: 0.5}], lr=0.1)
 
