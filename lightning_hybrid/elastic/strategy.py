@@ -161,7 +161,7 @@ class HybridElastic(HybridAllReduce):
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """True if gradients may be all-reduced over several ranks, including hosts that may join."""
+        """True if gradients may be all-reduced over several ranks, including those of hosts that join later."""
         return self._comm.topology.world_size > 1
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

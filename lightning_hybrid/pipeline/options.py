@@ -348,8 +348,8 @@ def cut_places(
     if isinstance(cuts, BlockProfile):
         if len(cuts.seconds) != num_blocks:
             raise ValueError(
-                f"`cuts` is a profile of {len(cuts.seconds)} blocks, but the network has {num_blocks} blocks. Add or "
-                "remove numbers."
+                f"`cuts` is a profile of {len(cuts.seconds)} blocks, but the network has {num_blocks} blocks. "
+                "`cuts` needs one number for each block."
             )
         places = _places_by_profile(cuts, num_stages, num_microbatches, schedule)
     elif cuts is None:

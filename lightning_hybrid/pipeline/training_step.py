@@ -427,8 +427,7 @@ class TrainingStep:
                 changed.append(name)
         if changed:
             raise ValueError(
-                f"Buffers outside of the network (`{'`, `'.join(changed[:3])}`) must not be changed in "
-                "`training_step` in a pipeline, because the number of calls of `training_step` differs between "
-                "ranks, so the buffers would diverge. Change the buffers in `on_train_batch_end` based on the output "
-                "of `training_step`, which is the same on all ranks there."
+                f"`training_step` has changed buffers outside of the network (`{'`, `'.join(changed[:3])}`). The "
+                "ranks of a pipeline call `training_step` a different number of times, so the buffers would diverge. "
+                "Change them in `on_train_batch_end`, where the output of `training_step` is the same on all ranks."
             )

@@ -205,7 +205,7 @@ class WithTargets(Mlp):
 REFUSED = {
     KeepsFeatures: "in the pipeline, but ",
     Glue: "If `forward` computes something outside its blocks, move it into a block",
-    Centred: "Buffers outside of the network (`centre`) must not be changed in `training_step`",
+    Centred: "`training_step` has changed buffers outside of the network (`centre`)",
     MovesAttribute: "must not depend on module state that it changes",
     Clips: "must clip with `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",

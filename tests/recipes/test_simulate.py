@@ -98,7 +98,7 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
         "The prediction favors flat",
         "Fewer bits",
         "A GPU needs",
-        "Data parallelism pays",
+        "Data parallelism is faster",
         "Confidence: ",
         "Not measured, but assumed",
         "  images_per_s=",

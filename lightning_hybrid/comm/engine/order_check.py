@@ -159,7 +159,7 @@ class ChecksummedCopy:
         self._checksum = self.whole[numel:]
 
     def fill(self, flat: Tensor, value: int) -> None:
-        """Copy a tensor into the buffer, and append the checksum of `value`."""
+        """Copy the tensor `flat` into the buffer, and append the checksum of the number `value`."""
         self.body.copy_(flat)
         self._checksum.copy_(_elements(value))
 

@@ -251,8 +251,8 @@ class ViewGroups(CommGroups):
             _in_thread(torch.cuda.synchronize, self._device, is_over=self._is_late)
             if self._stuck:
                 raise RuntimeError(
-                    f"comm: process groups {self._stuck} of the previous set of hosts did not terminate on "
-                    f"{self._device}"
+                    f"comm: the process groups {self._stuck} of the previous set of hosts could not be aborted on "
+                    f"{self._device}, so this host cannot continue. Start it again to join the run."
                 )
         return super()._give_up()
 

@@ -15,7 +15,7 @@ from lightning_hybrid.planning.model.node_wire import NodeWire
 
 @dataclass(frozen=True, kw_only=True)
 class StepWorkload:
-    """Compute times of one rank in a training step, in seconds.
+    """Computation times of one rank in a training step, in seconds.
 
     Args:
         forward_s: Time before the backward pass.

@@ -150,7 +150,7 @@ class MemoryReport:
             sentences.append(f"The smallest list that fits: {self._list(smallest)}.")
             whole_batches = [need for need in self.fitting if need.batch_size == asked.batch_size]
             if whole_batches and whole_batches[0] != smallest:
-                sentences.append(f"With the batch at once: {self._list(whole_batches[0])}.")
+                sentences.append(f"Without a smaller batch: {self._list(whole_batches[0])}.")
         elif pipelines:
             fastest = pipelines[0]
             sentences.append(
@@ -175,7 +175,7 @@ class MemoryReport:
 
     def _time(self, need: MemoryNeed) -> str:
         if not need.extra_s:
-            return "no more time"
+            return "no extra time"
         more_time = f"{need.extra_s / self.step_s:.1%} more time"
         # The time of the update on the host is not counted.
         if any("offload" in setting for setting in need.settings):

@@ -25,14 +25,14 @@ def what_pays(choices: Sequence[PipelineChoice], data_parallel_s: float) -> str:
     )
     if best.step_s < (1 - CLEARLY_FASTER) * data_parallel_s:
         return (
-            f"A pipeline pays: of {words}, it saves {1 - best.step_s / data_parallel_s:.1%} of a step, if small "
+            f"A pipeline is faster: with {words}, it saves {1 - best.step_s / data_parallel_s:.1%} of a step, if small "
             f"micro-batches are as efficient. To train with it: {' '.join(best.settings)}, in batches of "
             f"{best.num_images:,} images."
         )
     if best.step_s <= data_parallel_s:
-        return f"Data parallelism pays: the best pipeline, of {words}, saves less than {CLEARLY_FASTER:.0%} of a step."
+        return f"Data parallelism is as fast: the best pipeline, with {words}, saves less than {CLEARLY_FASTER:.0%} of a step."
     more = best.step_s / data_parallel_s - 1
-    return f"Data parallelism pays: the best pipeline, of {words}, takes {more:.1%} more a step."
+    return f"Data parallelism is faster: the best pipeline, with {words}, takes {more:.1%} longer per step."
 
 
 def pipeline_table(choices: Sequence[PipelineChoice], num_shown: int = 8) -> str:

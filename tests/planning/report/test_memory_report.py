@@ -175,9 +175,9 @@ SAID = [
         90e9,
         [FEWER, SHARED],
         [FEWER, AGAIN],
-        r"That does not fit into 90 GB.* Try, in this order: b=5 \(saves 20 GB, no more time, fits\), x=node \(saves "
-        r"10 GB, 5\.0% more time\)\. The smallest list that fits: b=5 \(80 GB, no more time\)\. With the batch at "
-        r"once: x=node y=true \(60 GB, 30\.0% more time\)\.$",
+        r"That does not fit into 90 GB.* Try, in this order: b=5 \(saves 20 GB, no extra time, fits\), x=node \(saves "
+        r"10 GB, 5\.0% more time\)\. The smallest list that fits: b=5 \(80 GB, no extra time\)\. Without a "
+        r"smaller batch: x=node y=true \(60 GB, 30\.0% more time\)\.$",
         5,
     ),
     (
@@ -221,7 +221,7 @@ def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster,
     steps_s = [choice.step_s for choice in choices]
     assert steps_s == sorted(steps_s)
     sentence = what_pays(choices, result.run().step_s)
-    assert sentence.startswith("Data parallelism pays: the best pipeline, of 2 ranks in")
+    assert sentence.startswith("Data parallelism is faster: the best pipeline, with 2 ranks in")
 
 
 def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
@@ -235,7 +235,7 @@ def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
     result = scenario(cluster=slow, layers=layers, images_per_s=2000.0)
     choices = pipeline_choices(result, traced_blocks(network, shape), STATE, usable_bytes=None)
     sentence = what_pays(choices, result.run().step_s)
-    assert sentence.startswith("A pipeline pays: of 8 ranks in a node (")
+    assert sentence.startswith("A pipeline is faster: with 8 ranks in a node (")
     best = choices[0]
     words = f"strategy=pipeline strategy.num_stages=8 {' '.join(best.settings[2:])}, in batches of 512 images."
     assert sentence.endswith(f"To train with it: {words}")
@@ -376,11 +376,13 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     # One forward pass of a step that waits a little for gradients.
     assert 30 < more_time_percent < 100 / 3
     assert re.search(
-        r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)",
+        r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no extra time\)",
         result.answer(),
     )
     assert "| as asked for " in result.markdown()
-    assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in result.answer()
+    assert (
+        "Data parallelism is faster: the best pipeline, with 2 ranks in a node (" in result.answer()
+    )
 
 
 def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
@@ -392,7 +394,7 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
         result.answer(),
     )
     assert re.search(
-        r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no more time\)",
+        r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no extra time\)",
         result.answer(),
     )
 
