@@ -30,7 +30,10 @@ def what_pays(choices: Sequence[PipelineChoice], data_parallel_s: float) -> str:
             f"{best.num_images:,} images."
         )
     if best.step_s <= data_parallel_s:
-        return f"Data parallelism is as fast: the best pipeline, with {words}, saves less than {CLEARLY_FASTER:.0%} of a step."
+        return (
+            f"Data parallelism is as fast: the best pipeline, with {words}, saves less than "
+            f"{CLEARLY_FASTER:.0%} of a step."
+        )
     more = best.step_s / data_parallel_s - 1
     return f"Data parallelism is faster: the best pipeline, with {words}, takes {more:.1%} longer per step."
 
