@@ -77,7 +77,7 @@ def test_the_hash_tells_plans_apart(first, second):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"bucket_size": 3}', r"`bucket_size` \(=3\) is not a key of a plan"),
+        ('{"bucket_size": 3}', r"`bucket_size` \(=3\) is not an option of a plan"),
         ("[]", "must be a JSON object"),
     ],
 )

@@ -546,7 +546,7 @@ def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_
     ]
     assert rank_pool.ranks(1).run(continued_loop, str(tmp_path), 4) == [batches[3:8]]
     (error,) = rank_pool.ranks(1).run(toy.error_of, continued_loop, str(tmp_path), 2)
-    assert "must equal the 4 samples per step" in error
+    assert "must equal the number of samples per step in the checkpoint (=4)" in error
 
 
 def test_global_random_streams_continue_after_a_seeded_context():

@@ -174,7 +174,7 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_one_may_follow():
 
     with pytest.raises(
         RuntimeError,
-        match=r"^`epoch` \(=1\) must match .* 3 of 8 batches of epoch 0.*trainer=trainer",
+        match=r"^`epoch` \(=1\) must match .*batch 3 of 8 in epoch 0.*trainer=trainer",
     ):
         resumed_within.set_epoch(1)
     next(iter(resumed_within))

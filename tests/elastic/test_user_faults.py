@@ -235,7 +235,7 @@ def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
                     Numbered(8), batch_sampler=InPairs(SequentialSampler(range(8)), 2, False)
                 )
             },
-            "(=DataLoader with InPairs)",
+            "(DataLoader with InPairs)",
         ),
     ],
     ids=["reload", "ranks_per_node", "exact_resume", "loaders", "batch_sampler"],
@@ -284,7 +284,7 @@ def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
     seen = fit(module=LogsAuroc, warns=True, **scene, **elastic(2))
     texts = [text for text in seen.warnings if "only states that are sums" in text]
     assert len(texts) == 1
-    assert "`auroc` (=BinaryAUROC)" in texts[0]
+    assert "`auroc` (a BinaryAUROC)" in texts[0]
 
 
 def test_addresses_of_this_machine_alone_are_named() -> None:

@@ -184,4 +184,4 @@ class TiedInside(Tied):
 def test_two_stages_of_one_rank_cannot_share_a_weight(two_ranks):
     scene = in_stages(schedule="interleaved", cuts=[2, 4, 6], raises=True)
     for seen in fit(two_ranks, TiedInside, **scene):
-        assert "but it is in stages [0, 2]" in seen.error
+        assert "is in the stages [0, 2] of one rank" in seen.error

@@ -117,7 +117,7 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tuned, tmp_path):
     assert [step["name"] for step in content["steps"]] == [None, "int8", "int4"]
     assert content["steps"][0]["step_s"] == pytest.approx(tuned.plans[0].step_s)
     table = (tmp_path / "table.md").read_text()
-    assert "so they are never on by themselves: strategy.between_nodes.dtype=int4." in table
+    assert "To use them, set strategy.between_nodes.dtype=int4." in table
     assert "GB/s of float32 that a core encodes and decodes: int8 3.8" in table
     assert "int" not in (tmp_path / "plan.json").read_text()
     assert "dtype" not in usage_lines(tmp_path, tuned.name)

@@ -455,7 +455,7 @@ def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(
     monkeypatch.setattr(engines, "FAILED_CLOSE_LIMIT_S", -19.8)  # with a timeout of 20 s
     with pytest.warns(
         UserWarning,
-        match="closed its engine while the all-reduce stages .* were still waiting for other ranks",
+        match="closed its communication engine while the all-reduce stages .* were still waiting for other ranks",
     ):
         stuck.close()
     assert len(fake_world) == 1

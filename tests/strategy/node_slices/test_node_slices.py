@@ -369,7 +369,7 @@ class Gated(nn.Module):
         ),
         (
             {"fc6": identity(nn.Linear(10, 16), "weight")},
-            r"^`fc6` \(=Linear with bias, weight_orig\) must be",
+            r"^`fc6` \(=Linear with bias, weight_orig\) cannot be sliced",
         ),
         (
             {"fc6": Gated()},
@@ -410,7 +410,7 @@ def test_a_layer_that_a_callback_prunes_is_refused_by_name():
         [ModelPruning("l1_unstructured", parameters_to_prune=[(net.fc7, "weight")])]
     )
     with pytest.raises(
-        ValueError, match=r"^`fc7` \(=Linear with weight, bias, ModelPruning\) must be a torch"
+        ValueError, match=r"^`fc7` \(=Linear with weight, bias, ModelPruning\) cannot be sliced"
     ):
         refusals.refuse_layers(net, net.node_slices, num_slices=2, pruned=pruned)
 
