@@ -181,9 +181,7 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_one_may_follow():
     resumed_within.set_epoch(1)  # after its first read, the caller may continue with any epoch
 
     resumed_at_the_end.set_epoch(1)
-    with pytest.raises(
-        RuntimeError, match=r"^`epoch` \(=2\) must match .*batch 0 of 8 in epoch 1"
-    ):
+    with pytest.raises(RuntimeError, match=r"^`epoch` \(=2\) must match .*batch 0 of 8 in epoch 1"):
         resumed_at_the_end.set_epoch(2)
 
 
