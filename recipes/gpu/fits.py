@@ -111,9 +111,9 @@ def loader(seed: int = 0) -> DataLoader:
     num_images = BATCH_SIZE * NUM_BATCHES
     labels = torch.randint(10, (num_images,), generator=generator)
     images = 0.3 * torch.randn(num_images, 3, 17, 17, generator=generator)
-    label_of_pixel = labels[:, None, None]
-    images[:, 0] += label_of_pixel / 5
-    images[:, 1] -= label_of_pixel % 3
+    broadcast_labels = labels[:, None, None]
+    images[:, 0] += broadcast_labels / 5
+    images[:, 1] -= broadcast_labels % 3
     dataset = TensorDataset(images, labels)
     return DataLoader(dataset, batch_size=BATCH_SIZE, pin_memory=torch.cuda.is_available())
 
