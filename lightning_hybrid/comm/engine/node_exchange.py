@@ -101,4 +101,6 @@ def collect_(job: Job, group: dist.ProcessGroup) -> None:
     gathered_parts = None
     if rank == 0:
         gathered_parts = parts
-    dist.gather(parts[rank], gathered_parts, dst=sharers[0], group=group)
+    # The ranks of the topology count within a set of ranks, such as one stage of several pipelines.
+    first_rank = dist.get_global_rank(group, 0)
+    dist.gather(parts[rank], gathered_parts, dst=first_rank, group=group)

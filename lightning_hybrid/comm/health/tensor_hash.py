@@ -125,10 +125,11 @@ def _integers(tensor: Tensor) -> Tensor:
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Return the elements of a tensor as a 1-D tensor, in memory order if the tensor has no gaps."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-
     numel = tensor.numel()
+    if tensor.is_contiguous():
+        # `view(-1)` would keep the stride of a single element, such as 2 in `tensor[::2]`.
+        return tensor.as_strided((numel,), (1,))
+
     num_bytes = numel * tensor.element_size()
     if tensor.untyped_storage().nbytes() == num_bytes:
         # The dimensions are in another order, as in channels_last.

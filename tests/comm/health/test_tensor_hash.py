@@ -102,3 +102,10 @@ def test_a_fingerprint_is_the_same_number_on_every_machine():
     a, b, c = (int(weight) | 1 for weight in weights[:3])
     total = (5 * a - 7 * b + 11 * c) % 2**64
     assert of(torch.tensor([5, -7, 11], dtype=torch.int32)) % 2**64 == total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_single_element_has_the_same_fingerprint_with_any_stride(dtype):
+    pair = torch.ones(2, dtype=dtype)
+    assert pair[::2].stride() == (2,)
+    assert of(pair[::2]) == of(torch.ones(1, dtype=dtype))
