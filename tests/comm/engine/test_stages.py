@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.bucket_layout import SCATTER_BYTES
 from lightning_hybrid.comm.engine import gloo_p2p
+from lightning_hybrid.comm.engine.node_exchange import collect_
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
 from lightning_hybrid.comm.topology import Topology
@@ -263,3 +265,22 @@ def destroy_after_the_default_group():
 
 def test_groups_may_be_destroyed_after_the_default_group(two_ranks):
     two_ranks.run(destroy_after_the_default_group)
+
+
+def collected_by_backend():
+    """Collect two shards in a group whose ranks do not begin at 0, as in the second set of a pipeline."""
+    members = [1, 2]
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return None
+    rank = dist.get_rank(group)
+    topology = Topology.from_ranks_per_node(rank=rank, world_size=2, ranks_per_node=2)
+    flat = torch.zeros(4)
+    flat.chunk(2)[rank].fill_(rank + 1.0)
+    collect_(SimpleNamespace(flat=flat, topology=topology, by_backend=True), group)
+    return flat.tolist()
+
+
+def test_shards_are_collected_in_a_group_that_does_not_contain_rank_zero(rank_pool):
+    _, first, _ = rank_pool.ranks(3).run(collected_by_backend)
+    assert first == [1.0, 1.0, 2.0, 2.0]
