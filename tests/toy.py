@@ -21,8 +21,8 @@ class Blobs(Dataset):
     def __init__(self, num_samples: int = 64) -> None:
         generator = torch.Generator().manual_seed(7)
         self.targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
-        centres = torch.randn(NUM_CLASSES, NUM_FEATURES, generator=generator)
-        self.images = centres[self.targets] + 0.5 * torch.randn(
+        centers = torch.randn(NUM_CLASSES, NUM_FEATURES, generator=generator)
+        self.images = centers[self.targets] + 0.5 * torch.randn(
             num_samples, NUM_FEATURES, generator=generator
         )
 

@@ -23,8 +23,8 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
     if comm.least_bytes_across:
         values[m.COMM_LINK_BYTES] = comm.bytes_across / comm.num_steps
         values[m.COMM_LEAST_LINK_BYTES] = comm.least_bytes_across / comm.num_steps
-    if comm.quantisation_nmse is not None:
-        values[m.COMM_QUANTISATION_NMSE] = comm.quantisation_nmse
+    if comm.quantization_nmse is not None:
+        values[m.COMM_QUANTIZATION_NMSE] = comm.quantization_nmse
     return values
 
 
@@ -66,7 +66,7 @@ def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, A
         "num_steps": comm.num_steps,
         "num_buckets": comm.num_buckets,
         "num_bytes": comm.num_bytes,
-        "quantisation_nmse": comm.quantisation_nmse,
+        "quantization_nmse": comm.quantization_nmse,
         "busy_s": comm.busy_s,
         "exposed_s": comm.exposed_s,
         "achieved_bytes_per_s": comm.achieved_bytes_per_s,

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train_loader
 from lightning_hybrid.checks import plain_value, require_whole
-from lightning_hybrid.precision.half_window import NORMALISATION_TYPES, is_reparametrised
+from lightning_hybrid.precision.half_window import NORMALIZATION_TYPES, is_reparametrized
 
 # Exponents of fp16: the smallest subnormal value is 2^-24, the smallest value with all 11 bits of
 # precision is 2^-14, and values from 2^16 on overflow to inf.
@@ -38,12 +38,12 @@ LARGEST_SCALE = 24
 MOST_LOST = 0.01
 MOST_SUBNORMAL = 0.1
 
-NORMALISE = (
+NORMALIZE = (
     "add a normalization layer before it, which computes in fp32, or set precision='bf16-true'"
 )
 ABOVE = {
     "weight": "add the class of the layer to MasterWeightPrecision(keep_fp32=...), or set precision='bf16-true'",
-    "activation": NORMALISE,
+    "activation": NORMALIZE,
     "gradient": (
         "set precision='bf16-true', because no loss scale is below 1, or average the loss instead of summing it"
     ),
@@ -53,7 +53,7 @@ BELOW = {
         "the fp32 weights keep these values, but the forward pass sees 0, so initialize them with a larger spread, "
         "or set precision='bf16-true' (for LAMB, weight_norm_bounds=(low, high) makes such small layers move)"
     ),
-    "activation": NORMALISE,
+    "activation": NORMALIZE,
     "gradient": "set precision='bf16-true', because no loss scale fits both the largest and the smallest values",
 }
 
@@ -211,7 +211,7 @@ def _observed_copy(module: pl.LightningModule, counts: _ExponentCounts) -> pl.Li
     shadow = copy.deepcopy(module, {id(trainer): trainer})
     shadow.log = lambda *_, **__: None  # type: ignore[method-assign]
     for name, layer in shadow.named_modules():
-        is_converted = not isinstance(layer, NORMALISATION_TYPES) and not is_reparametrised(layer)
+        is_converted = not isinstance(layer, NORMALIZATION_TYPES) and not is_reparametrized(layer)
         if is_converted:
             for parameter_name, parameter in layer.named_parameters(name, recurse=False):
                 counts.add("weight", parameter_name, parameter)

@@ -97,8 +97,8 @@ COMM_NODE_BYTES = _metric(
     "B",
     "Bytes that the ranks of the busiest node send to one another per step, computed from the algorithms' formulas.",
 )
-COMM_QUANTISATION_NMSE = _metric(
-    "comm/quantisation_nmse",
+COMM_QUANTIZATION_NMSE = _metric(
+    "comm/quantization_nmse",
     "1",
     "Mean squared rounding error of the values that rank zero sends to other nodes, divided by their mean square.",
 )

@@ -28,7 +28,7 @@ from lightning_hybrid.contrastive.pair_functions import (
     InfoNCEOfBlocks,
     LimitedExponential,
     SigLIPOfBlocks,
-    Standardised,
+    Standardized,
     without_autocast,
 )
 
@@ -191,7 +191,7 @@ class SigLIP(PairLoss):
 class BarlowTwins(PairLoss):
     """Barlow Twins loss, which drives the cross-correlation of two views towards the identity.
 
-        c = standardised(a)^T standardised(b) / N        mean 0 and variance 1 over the global batch
+        c = standardized(a)^T standardized(b) / N        mean 0 and variance 1 over the global batch
         loss = sum_i (1 - c_ii)^2 + off_diagonal * sum_i!=j c_ij^2
 
     For d features, ranks exchange sums of d x d numbers, but no embeddings.
@@ -223,8 +223,8 @@ class BarlowTwins(PairLoss):
         Collective: every rank must call it, in the same order.
         """
         peers = self.peers()
-        a = Standardised.apply(a, peers, self.block, self.eps)
-        b = Standardised.apply(b, peers, self.block, self.eps)
+        a = Standardized.apply(a, peers, self.block, self.eps)
+        b = Standardized.apply(b, peers, self.block, self.eps)
         c = Correlation.apply(a, b, peers, self.block)
         on_diagonal = (1 - c.diagonal()).square().sum()
         return on_diagonal + self.off_diagonal * (c.square().sum() - c.diagonal().square().sum())

@@ -66,15 +66,15 @@ class ModuleContents:
             if isinstance(value, nn.Module):
                 contents.modules.append(value)
                 depth = 0
-            for neighbour in reversed(_neighbours(value, depth)):
+            for neighbor in reversed(_neighbors(value, depth)):
                 # This covers most attributes of modules.
-                is_empty = type(neighbour) in (dict, OrderedDict) and not neighbour
-                if not is_empty and type(neighbour) not in _LEAF_TYPES:
-                    stack.append((neighbour, depth + 1))
+                is_empty = type(neighbor) in (dict, OrderedDict) and not neighbor
+                if not is_empty and type(neighbor) not in _LEAF_TYPES:
+                    stack.append((neighbor, depth + 1))
         return contents
 
 
-def _neighbours(value: Any, depth: int) -> list[Any]:
+def _neighbors(value: Any, depth: int) -> list[Any]:
     """Return the entries of a container, or the attributes of a module or plain object."""
     if isinstance(value, nn.Module):
         return [*value.children(), *vars(value).values()]

@@ -409,7 +409,7 @@ class SigLIPOfBlocks(torch.autograd.Function):
 # ---- Barlow Twins ----------------------------------------------------------------------------------------------------
 
 
-class Standardised(torch.autograd.Function):
+class Standardized(torch.autograd.Function):
     """Autograd function that standardizes each column, using the rows of all ranks.
 
     The result is `(x - mean) / sqrt(variance + eps)`.
@@ -425,12 +425,12 @@ class Standardised(torch.autograd.Function):
         blocks = x.split(block)
         column_sums = tree_sum(rows.sum(0) for rows in blocks)
         mean = peers.sum(column_sums) / num_rows
-        centred = x - mean
-        centred_blocks = centred.split(block)
-        square_sums = tree_sum(rows.square().sum(0) for rows in centred_blocks)
+        centerd = x - mean
+        centerd_blocks = centerd.split(block)
+        square_sums = tree_sum(rows.square().sum(0) for rows in centerd_blocks)
         variance = peers.sum(square_sums) / num_rows
         inverse_deviation = (variance + eps).rsqrt()
-        y = centred * inverse_deviation
+        y = centerd * inverse_deviation
         ctx.save_for_backward(y, inverse_deviation)
         ctx.peers = peers
         ctx.block = block

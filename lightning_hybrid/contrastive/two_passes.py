@@ -247,10 +247,10 @@ def _leaves_of_graph(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         node: Any = stack.pop()
         if hasattr(node, "variable"):
             yield node.variable
-        for neighbour, _ in node.next_functions:
-            if neighbour is not None and neighbour not in seen:
-                seen.add(neighbour)
-                stack.append(neighbour)
+        for neighbor, _ in node.next_functions:
+            if neighbor is not None and neighbor not in seen:
+                seen.add(neighbor)
+                stack.append(neighbor)
 
 
 def _listed(names: Sequence[str]) -> str:

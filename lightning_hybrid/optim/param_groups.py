@@ -17,7 +17,7 @@ Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
 Exclusion = type[nn.Module] | str | Predicate
 
 # _NormBase is the base class of BatchNorm, SyncBatchNorm and InstanceNorm, including lazy modules.
-NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+NORMALIZATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ def _rule_reason(
     if "normalization" in rules:
         # All ancestors are checked, because a parametrized weight belongs to a submodule of the normalization module.
         for module in ancestors:
-            if isinstance(module, NORMALISATION):
+            if isinstance(module, NORMALIZATION):
                 return type(module).__name__
     if "bias" in rules:
         # A parametrized bias is called `parametrizations.bias.original`.

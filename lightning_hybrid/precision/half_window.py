@@ -35,7 +35,7 @@ from lightning_hybrid.precision.parameter_pair import (
     take_writes_,
 )
 
-NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (
+NORMALIZATION_TYPES: tuple[type[nn.Module], ...] = (
     _NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
@@ -112,7 +112,7 @@ class HalfPrecisionWindow:
 
         for child in modules:
             # BatchNorm supports half-precision activations with fp32 parameters itself.
-            if isinstance(child, NORMALISATION_TYPES) and not isinstance(child, _BatchNorm):
+            if isinstance(child, NORMALIZATION_TYPES) and not isinstance(child, _BatchNorm):
                 self.hooks.compute_in_fp32(child)
             if any(id(parameter) in self.pairs for parameter in child.parameters(recurse=False)):
                 self.hooks.show_fp32_in_state_dicts(child)
@@ -147,11 +147,11 @@ class HalfPrecisionWindow:
 
     def _keeps_dtype(self, module: nn.Module) -> bool:
         is_kept_type = isinstance(
-            module, (*NORMALISATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32)
+            module, (*NORMALIZATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32)
         )
         # With `max_norm`, the forward writes the weight.
         is_written_in_forward = getattr(module, "max_norm", None) is not None
-        return is_kept_type or is_written_in_forward or is_reparametrised(module)
+        return is_kept_type or is_written_in_forward or is_reparametrized(module)
 
     def _is_converted(self, parameter: nn.Parameter) -> bool:
         if parameter.dtype is not torch.float32 and parameter.dtype not in HALF_DTYPES:
@@ -328,7 +328,7 @@ class HalfPrecisionWindow:
         self._dtypes_before.clear()
 
 
-def is_reparametrised(module: nn.Module) -> bool:
+def is_reparametrized(module: nn.Module) -> bool:
     """Return whether a module computes a weight from other parameters before each forward.
 
     Examples are `parametrizations`, `weight_norm` and pruning.

@@ -44,7 +44,7 @@ class ModuleHooks:
     def __init__(self, window: Window, dtype: torch.dtype) -> None:
         self._window = window
         self._dtype = dtype
-        self._normalisation_layers = LivingModules()
+        self._normalization_layers = LivingModules()
         self._checked_modules = LivingModules()
         self._attached: list[Any] = []
         self._permanent: list[Any] = []
@@ -55,7 +55,7 @@ class ModuleHooks:
     def compute_in_fp32(self, module: nn.Module) -> None:
         """Make a normalization layer compute in fp32 and return half-precision outputs during a step."""
         if not isinstance(module, torch.jit.ScriptModule):
-            self._normalisation_layers.append(module)
+            self._normalization_layers.append(module)
 
     def show_fp32_in_state_dicts(self, module: nn.Module) -> None:
         """Make a module save and load fp32 parameter values in its state dict during a step.
@@ -79,7 +79,7 @@ class ModuleHooks:
     def attach(self) -> None:
         """Register the forward hooks on the modules for the current thread."""
         self._thread = threading.get_ident()
-        for layer in self._normalisation_layers:
+        for layer in self._normalization_layers:
             self._attached += [
                 layer.register_forward_pre_hook(ModuleHook(self._inputs_to_fp32), with_kwargs=True),
                 layer.register_forward_hook(ModuleHook(self._outputs_to_half)),
@@ -97,7 +97,7 @@ class ModuleHooks:
 
     def forget_dead(self) -> None:
         """Drop the references to modules that no longer exist."""
-        self._normalisation_layers.forget_dead()
+        self._normalization_layers.forget_dead()
         self._checked_modules.forget_dead()
         self._permanent = [
             handle for handle in self._permanent if handle.hooks_dict_ref() is not None
@@ -110,7 +110,7 @@ class ModuleHooks:
             handle.remove()
         self._permanent.clear()
         self._with_state_hooks.clear()
-        self._normalisation_layers.clear()
+        self._normalization_layers.clear()
         self._checked_modules.clear()
 
     def to_fp32(self, values: Any) -> Any:

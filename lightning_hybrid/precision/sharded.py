@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
-from lightning_hybrid.precision.half_window import NORMALISATION_TYPES, HalfPrecisionWindow
+from lightning_hybrid.precision.half_window import NORMALIZATION_TYPES, HalfPrecisionWindow
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class ShardedHalfMixin(MasterWeightMixin):
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        kept = (*NORMALISATION_TYPES, *self.keep_fp32)
+        kept = (*NORMALIZATION_TYPES, *self.keep_fp32)
         fp32_modules = []
         for module in network.modules():
             if isinstance(module, kept) and list(module.parameters(recurse=False)):
@@ -213,7 +213,7 @@ class ShardedHalfMixin(MasterWeightMixin):
         # The window has no parameters, because FSDP provides half-precision parameters itself.
         window = HalfPrecisionWindow(nn.Module(), self.dtype)
         for child in self._module.modules():
-            if isinstance(child, NORMALISATION_TYPES) and not isinstance(child, _BatchNorm):
+            if isinstance(child, NORMALIZATION_TYPES) and not isinstance(child, _BatchNorm):
                 window.hooks.compute_in_fp32(child)
         self._calls_outside = CallsOutsideOfSteps(self._module, window, self.forward_context)
         return window

@@ -40,10 +40,10 @@ def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
     1797
     """
     digits = load_digits()
-    grey = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
-    grey = F.interpolate(grey, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+    gray = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
+    gray = F.interpolate(gray, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
     whole = ImageSet(
-        images=grey.round().to(torch.uint8), labels=torch.from_numpy(digits.target).long()
+        images=gray.round().to(torch.uint8), labels=torch.from_numpy(digits.target).long()
     )
 
     def split(

@@ -119,9 +119,9 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
     size = (num_images, 1, 1, 1)
     ink = _uniform(size, *_INK, generator)
     paper = _uniform(size, *_PAPER, generator)
-    grey = paper + (ink - paper) * drawn + _NOISE * torch.randn(drawn.shape, generator=generator)
+    gray = paper + (ink - paper) * drawn + _NOISE * torch.randn(drawn.shape, generator=generator)
     return ImageSet(
-        images=(grey.clamp(0, 1) * 255).round().to(torch.uint8), labels=which % NUM_CLASSES
+        images=(gray.clamp(0, 1) * 255).round().to(torch.uint8), labels=which % NUM_CLASSES
     )
 
 

@@ -51,8 +51,8 @@ class SimCLR(pl.LightningModule):
         return LARS(groups, lr=1.0, momentum=0.9)
 
 
-def neighbour_accuracy(encoder, images, labels):
-    """Return the accuracy of a nearest-neighbour classifier on the features of an encoder.
+def neighbor_accuracy(encoder, images, labels):
+    """Return the accuracy of a nearest-neighbor classifier on the features of an encoder.
 
     The last 297 images are classified by their nearest neighbor among the first 1,500.
     """
@@ -85,5 +85,5 @@ if __name__ == "__main__":
     module = SimCLR()
     trainer.fit(module, loader)
     if trainer.is_global_zero:
-        accuracy = neighbour_accuracy(module.encoder, images, labels)
+        accuracy = neighbor_accuracy(module.encoder, images, labels)
         print(f"nearest neighbor has the same label: {accuracy:.3f}")

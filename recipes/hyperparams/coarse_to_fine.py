@@ -41,9 +41,9 @@ class CoarseToFine(BaseSampler):
         self.axes = axes
         self.num_rounds = num_rounds
         self.zoom = zoom
-        num_neighbours = 3 ** len(axes) - 1
+        num_neighbors = 3 ** len(axes) - 1
         num_in_grid = math.prod(axis.num for axis in axes)
-        self.num_trials = num_in_grid + (num_rounds - 1) * num_neighbours
+        self.num_trials = num_in_grid + (num_rounds - 1) * num_neighbors
 
     def rounds(self, study: Study) -> list[list[FrozenTrial]]:
         """Return the finished trials of this search, grouped by round."""
@@ -109,22 +109,22 @@ class CoarseToFine(BaseSampler):
             best = best_of(ended, study.direction)
             if best is None or len(ended) < num_points:
                 break
-            neighbours = self._neighbours(best.params, level)
-            rounds.append(neighbours)
-            ended.extend(_ended_at(neighbours, trials))
+            neighbors = self._neighbors(best.params, level)
+            rounds.append(neighbors)
+            ended.extend(_ended_at(neighbors, trials))
         return rounds
 
-    def _neighbours(self, centre: Point, level: int) -> list[Point]:
+    def _neighbors(self, center: Point, level: int) -> list[Point]:
         """Return the neighbors of a grid point at a distance of `1 / zoom**level` steps of the first grid."""
         step = 1 / self.zoom**level
         values = []
         for axis in self.axes:
-            value = centre[axis.key]
+            value = center[axis.key]
             below = axis.shifted(value, -step)
             above = axis.shifted(value, step)
             values.append([below, value, above])
         points = _product(self.axes, values)
-        return [point for point in points if point != centre]
+        return [point for point in points if point != center]
 
 
 def _require_at_least(name: str, value: int, minimum: int) -> None:

@@ -215,9 +215,9 @@ class AlexNetBN(nn.Module):
         self.fc8 = nn.Linear(fc, num_classes)
         self.relu = nn.ReLU(inplace=True)
         self.dropout = nn.Dropout(dropout)
-        self._initialise(fc_std)
+        self._initialize(fc_std)
 
-    def _initialise(self, fc_std: float | None) -> None:
+    def _initialize(self, fc_std: float | None) -> None:
         # Convolutions are scaled by fan-in and fully connected layers are Gaussian, as in the authors' article, which
         # does not give the standard deviation. fc8 uses 0.01 (Krizhevsky et al. 2012). Ginsburg's 0.005 for fc6 and fc7
         # would silence layers much narrower than 4096, so the default is sqrt(2 / fan_in). Biases are 0.

@@ -227,9 +227,9 @@ class ResNet(nn.Module):
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(last_channels, num_classes)
-        self._initialise(zero_gamma)
+        self._initialize(zero_gamma)
 
-    def _initialise(self, zero_gamma: ZeroGamma) -> None:
+    def _initialize(self, zero_gamma: ZeroGamma) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""LightningModule for SimCLR, which evaluates the features with nearest-neighbour and linear probes."""
+"""LightningModule for SimCLR, which evaluates the features with nearest-neighbor and linear probes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNN_TEMPERATURE = 0.07  # from Wu et al. 2018 (arXiv:1805.01978)
 
 
 @dataclass(frozen=True, eq=False)
-class LabelledFeatures:
+class LabeledFeatures:
     """Features of training images with their labels, from which the probes predict labels.
 
     Attributes:
@@ -40,7 +40,7 @@ class SimCLR(Classifier):
         loss = InfoNCE of both views of all images of a step
 
     Labels are used only by the probes, which use the features h of training images in the order of epoch 0. Validation
-    logs the accuracy of the nearest-neighbour probe. The test logs the accuracy of a linear layer (`test/acc`) and of
+    logs the accuracy of the nearest-neighbor probe. The test logs the accuracy of a linear layer (`test/acc`) and of
     the nearest neighbors (`test/acc_knn`).
 
     Args:
@@ -52,7 +52,7 @@ class SimCLR(Classifier):
         jitter: Maximum relative change of gain and level of each channel. 0 disables it. There is no blur, which is our
             choice.
         flip: Flip half of the views horizontally.
-        num_neighbours: Number of neighbors of the probe.
+        num_neighbors: Number of neighbors of the probe.
         max_probe_images: Maximum number of training images per rank for the probes.
         options: Arguments of `Classifier`.
 
@@ -64,7 +64,7 @@ class SimCLR(Classifier):
         ValueError: An argument is out of range.
     """
 
-    bank: LabelledFeatures
+    bank: LabeledFeatures
     probe: nn.Module
 
     def __init__(
@@ -76,7 +76,7 @@ class SimCLR(Classifier):
         least_area: float = 0.08,
         jitter: float = 0.4,
         flip: bool = True,
-        num_neighbours: int = 20,
+        num_neighbors: int = 20,
         max_probe_images: int = 10_000,
         **options: Any,
     ) -> None:
@@ -92,7 +92,7 @@ class SimCLR(Classifier):
             jitter,
             "it limits the relative change of gain and level. Set module.jitter=0.4",
         )
-        counts = {"num_neighbours": num_neighbours, "max_probe_images": max_probe_images}
+        counts = {"num_neighbors": num_neighbors, "max_probe_images": max_probe_images}
         for name, value in counts.items():
             require_whole(
                 name, value, f"the probe needs at least one. Set module.{name}=20, for example"
@@ -108,7 +108,7 @@ class SimCLR(Classifier):
         loss = InfoNCE(temperature, both_views=True)
         self.global_batch = GlobalBatch(loss, chunk=chunk)
         self.view = partial(random_view, least_area=least_area, jitter=jitter, flip=flip)
-        self.num_neighbours = num_neighbours
+        self.num_neighbors = num_neighbors
         self.max_probe_images = max_probe_images
         self.num_classes: int = options["num_classes"]
         self.test_acc_knn = MulticlassAccuracy(self.num_classes, average="micro")
@@ -128,14 +128,14 @@ class SimCLR(Classifier):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Compute the features of training images, for the nearest-neighbour probe."""
+        """Compute the features of training images, for the nearest-neighbor probe."""
         self.bank = self._features_of_training_images()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the accuracy of the nearest-neighbour probe."""
+        """Log the accuracy of the nearest-neighbor probe."""
         images, labels = batch
         h = self(images)
-        scores = self._neighbour_scores(h)
+        scores = self._neighbor_scores(h)
         self.val_acc(scores, labels)
         self.log(m.VAL_ACC, self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
 
@@ -145,22 +145,22 @@ class SimCLR(Classifier):
         self.probe = linear_probe(self.bank.h, self.bank.labels, self.num_classes)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the accuracies of the linear probe and of the nearest-neighbour probe."""
+        """Log the accuracies of the linear probe and of the nearest-neighbor probe."""
         images, labels = batch
         h = self(images)
         logits = self.probe(h)
         self.test_acc(logits, labels)
-        scores = self._neighbour_scores(h)
+        scores = self._neighbor_scores(h)
         self.test_acc_knn(scores, labels)
         self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
         self.log("test/acc_knn", self.test_acc_knn, on_step=False, on_epoch=True)
 
-    def _neighbour_scores(self, h: Tensor) -> Tensor:
+    def _neighbor_scores(self, h: Tensor) -> Tensor:
         bank = self.bank
-        return knn(h, bank.h, bank.labels, self.num_neighbours, self.num_classes)
+        return knn(h, bank.h, bank.labels, self.num_neighbors, self.num_classes)
 
     @torch.no_grad()
-    def _features_of_training_images(self) -> LabelledFeatures:
+    def _features_of_training_images(self) -> LabeledFeatures:
         """Gather features and labels of training images from all ranks, with the same number from each rank.
 
         Collective: every rank must call it.
@@ -184,7 +184,7 @@ class SimCLR(Classifier):
 
         h = torch.cat(h_of_batches)[:num_needed]
         labels = torch.cat(labels_of_batches)[:num_needed]
-        return LabelledFeatures(of_all_ranks(h), of_all_ranks(labels))
+        return LabeledFeatures(of_all_ranks(h), of_all_ranks(labels))
 
 
 def _remove_last_linear(network: nn.Module) -> int:
@@ -256,8 +256,8 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
     return views.to(images.dtype)
 
 
-def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classes: int) -> Tensor:
-    """Return class scores of a weighted nearest-neighbour classifier (Wu et al. 2018).
+def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbors: int, num_classes: int) -> Tensor:
+    """Return class scores of a weighted nearest-neighbor classifier (Wu et al. 2018).
 
     The score of a class is the sum of exp(cosine / 0.07) over the nearest neighbors with this label.
 
@@ -265,11 +265,11 @@ def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classe
         h: Features of the images to classify.
         bank: Features of the images among which neighbors are searched.
         labels: Labels of `bank`.
-        num_neighbours: Number of neighbors of an image.
+        num_neighbors: Number of neighbors of an image.
         num_classes: Number of classes.
     """
     cosines = F.normalize(h) @ F.normalize(bank).T
-    num_nearest = min(num_neighbours, len(bank))
+    num_nearest = min(num_neighbors, len(bank))
     nearest_cosines, nearest = cosines.topk(num_nearest)
     scaled_cosines = nearest_cosines.float() / KNN_TEMPERATURE
     votes = scaled_cosines.exp()

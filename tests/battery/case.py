@@ -306,27 +306,27 @@ def loader(num_batches: int = 4) -> DataLoader:
     return toy.loader(num_batches * 4 * num_ranks(), batch_size=4)
 
 
-BEHAVIOURS: dict[str, Callable[[Run], Any]] = {}
+BEHAVIORS: dict[str, Callable[[Run], Any]] = {}
 ON_ONE_RANK: set[str] = set()
 """Where one rank alone fails or goes on, others would wait for it."""
 
 
-def behaviour(function: Any = None, *, name: str = "", on_one_rank: bool = False) -> Any:
+def behavior(function: Any = None, *, name: str = "", on_one_rank: bool = False) -> Any:
     """Register a function of a `Run` as a behavior under its name."""
     if function is None:
-        return functools.partial(behaviour, name=name, on_one_rank=on_one_rank)
+        return functools.partial(behavior, name=name, on_one_rank=on_one_rank)
     name = name or function.__name__
-    assert name not in BEHAVIOURS, name
-    BEHAVIOURS[name] = function
+    assert name not in BEHAVIORS, name
+    BEHAVIORS[name] = function
     ON_ONE_RANK.update([name] * on_one_rank)
     return function
 
 
-def behaviours() -> dict[str, Callable[[Run], Any]]:
+def behaviors() -> dict[str, Callable[[Run], Any]]:
     """Return all behaviors by name, in the order of the tables."""
     for table in AS_DDP:
         importlib.import_module(f"tests.battery.as_ddp.{table}")
-    return BEHAVIOURS
+    return BEHAVIORS
 
 
 def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
@@ -344,7 +344,7 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
     with unheard, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            seen = behaviours()[name](run)
+            seen = behaviors()[name](run)
         except Exception as error:
             seen = f"raises {type(error).__name__}: {error}"
             leave()

@@ -58,21 +58,21 @@ def deliberate():
     """Return the number of rows of the page's table, and the precisions of each behavior in it."""
     lines = README.read_text().splitlines()
     table = [line.split(" | ") for line in lines if line.startswith("| `")]
-    precisions_by_behaviour = {}
+    precisions_by_behavior = {}
     for names, where, *_ in table:
         precisions = tuple(re.findall(r"`([\w-]+)`", where)) or PRECISIONS
         for name in re.findall(r"`(\w+)`", names):
-            precisions_by_behaviour[name] = precisions
-    return len(table), precisions_by_behaviour
+            precisions_by_behavior[name] = precisions
+    return len(table), precisions_by_behavior
 
 
 NUM_ROWS, DELIBERATE = deliberate()
-BEHAVIOURS = list(case.behaviours())
+BEHAVIORS = list(case.behaviors())
 
 
 def observations():
     """Yield each behavior on one and two ranks. bf16 runs on one rank only, as two ranks add nothing beyond fp16."""
-    for world, precision, name in itertools.product((1, 2), PRECISIONS, BEHAVIOURS):
+    for world, precision, name in itertools.product((1, 2), PRECISIONS, BEHAVIORS):
         if world == 2 and (precision == "bf16-true" or name in case.ON_ONE_RANK):
             continue
         yield pytest.param(name, world, precision, id=f"{name}-{world}-{precision}")
@@ -117,9 +117,9 @@ def test_each_row_of_the_readme_is_true(rank_pool, tmp_path, name):
 def test_the_batteries_are_whole():
     assert len(case.rows()) > 100
     assert set(QUICK) <= set(case.rows())
-    assert set(DELIBERATE) <= set(BEHAVIOURS)
+    assert set(DELIBERATE) <= set(BEHAVIORS)
     assert NUM_ROWS <= 10
-    assert f" {len(BEHAVIOURS)} behaviors of " in README.read_text()
+    assert f" {len(BEHAVIORS)} behaviors of " in README.read_text()
 
 
 # ---- tests that the battery can fail ---------------------------------------------------------------------------------

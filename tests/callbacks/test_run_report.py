@@ -21,7 +21,7 @@ COMMUNICATION = {
     "num_buckets": 16,
     "num_bytes": 16000,
     "node_bytes": 32000.0,
-    "quantisation_nmse": None,
+    "quantization_nmse": None,
     "link_bytes": 24000.0,
     "least_link_bytes": 16000.0,
     "link_bytes_per_s": 32000.0,

@@ -273,7 +273,7 @@ def test_a_single_name_of_a_signal_needs_no_list():
 @pytest.mark.parametrize(
     ("number", "text"), [(15, "15"), (signal.SIGTERM, "<Signals.SIGTERM: 15>")]
 )
-def test_the_number_of_a_signal_is_refused_in_favour_of_its_name(number, text):
+def test_the_number_of_a_signal_is_refused_in_favor_of_its_name(number, text):
     words = rf"`signals` contains {text}, but must contain the names of signals instead of numbers. Set signals="
     with pytest.raises(ValueError, match=words):
         StopOnSignal(signals=[number])

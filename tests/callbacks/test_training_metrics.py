@@ -89,8 +89,8 @@ IN_SECONDS = {
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [
-        ("one node", BETWEEN_NODES | {m.COMM_QUANTISATION_NMSE}),
-        ("cuda", IN_SECONDS | {m.COMM_QUANTISATION_NMSE}),
+        ("one node", BETWEEN_NODES | {m.COMM_QUANTIZATION_NMSE}),
+        ("cuda", IN_SECONDS | {m.COMM_QUANTIZATION_NMSE}),
     ],
 )
 def test_what_was_not_measured_is_not_logged(two_ranks, kind, missing):
@@ -174,7 +174,7 @@ def waits_logged(accumulate):
     return logger.column(m.DATA_WAIT_S)
 
 
-def test_utilisation_needs_two_numbers_above_zero():
+def test_utilization_needs_two_numbers_above_zero():
     with pytest.raises(ValueError, match=r"`flops_per_image` \(=0\) must be positive"):
         TrainingMetrics(flops_per_image=0)
     with pytest.raises(ValueError, match=r"`peak_flops_per_s` \(=1e\+12\) needs `flops_per_image`"):

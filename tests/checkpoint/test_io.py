@@ -47,7 +47,7 @@ def test_an_option_that_cannot_work_is_refused_by_name(option, value):
         DurableCheckpointIO(**{option: value})
 
 
-class Colour(Enum):
+class Color(Enum):
     RED = "red"
 
 
@@ -72,7 +72,7 @@ def hyper_parameters():
         "Namespace": Namespace(lr=0.1, inner=Namespace(a=1)),
         "AttributeDict": AttributeDict(a=AttributeDict(b=1)),
         "Path": Path("a/b"),
-        "Enum": Colour.RED,
+        "Enum": Color.RED,
         "IntEnum": Level.HIGH,
         "Text": Text("a"),
         "float32 of numpy": np.float32(0.5),

@@ -90,7 +90,7 @@ class WeightNorm(Network):
         nn.utils.parametrizations.weight_norm(self.net[0])
 
 
-class Normalised(Network):
+class Normalized(Network):
     def __init__(self):
         super().__init__(nn.BatchNorm1d(16))
 
@@ -170,20 +170,20 @@ class HiddenTeacher(Network):
         return similarities, similarities.detach() + keys @ self.queue.T
 
 
-class MovingCentre(Network):
+class MovingCenter(Network):
     """Network with a moving center of a teacher's outputs, which is initialized by the first batch."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("centre", None)
+        self.register_buffer("center", None)
 
     def embed(self, x):
         student = self.net(x)
         teacher = self.net(x.flip(1)).detach()
-        if self.centre is None:
-            self.centre = teacher.mean(0)
-        teacher = teacher - self.centre
-        self.centre.data.mul_(0.9).add_(0.1 * teacher.mean(0))
+        if self.center is None:
+            self.center = teacher.mean(0)
+        teacher = teacher - self.center
+        self.center.data.mul_(0.9).add_(0.1 * teacher.mean(0))
         return student, teacher
 
 
@@ -194,7 +194,7 @@ NETWORKS = {
     "NumPy's random": NumPysRandom,
     "a generator of its own": OwnGenerator,
     "generators of a helper": GeneratorsOfHelpers,
-    "BatchNorm": Normalised,
+    "BatchNorm": Normalized,
     "spectral norm, old": OldSpectralNorm,
     "spectral norm": SpectralNorm,
     "weight norm": WeightNorm,
@@ -205,7 +205,7 @@ NETWORKS = {
     "a list of weights": ListOfWeights,
     "embedding with max_norm": ShortWords,
     "hidden teacher and queue": HiddenTeacher,
-    "moving center": MovingCentre,
+    "moving center": MovingCenter,
 }
 DEPENDS_ON_PARTS = {
     "BatchNorm",

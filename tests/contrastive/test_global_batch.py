@@ -368,7 +368,7 @@ class Supervised(nn.Module):
         return nn.functional.cross_entropy(self.scale * z, labels)
 
 
-class Labelled(Network):
+class Labeled(Network):
     def embed(self, batch):
         x, labels = batch
         return self.net(x), labels, self.net(x + 1)
@@ -376,8 +376,8 @@ class Labelled(Network):
 
 def test_a_loss_of_the_users_own_takes_labels_and_leaves_an_embedding_out():
     batch = (data(), torch.arange(PAIRS) % 6)
-    network = seeded(Labelled)
-    kept = seeded(Labelled)
+    network = seeded(Labeled)
+    kept = seeded(Labeled)
     loss = Supervised()
     loss_of_kept = Supervised()
     GlobalBatch(loss, chunk=5)(network.embed, batch).backward()

@@ -175,7 +175,7 @@ def test_waiting_for_the_loader_adds_up_until_it_is_taken():
 
 
 @pytest.mark.gpu
-def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
+def test_images_are_normalized_on_the_gpu_to_the_bits_of_the_cpu():
     images = (
         torch.arange(2 * 8 * 8 * 3)
         .remainder(256)

@@ -38,7 +38,7 @@ def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_mi
     torch.testing.assert_close(often.running_var, once.running_var, rtol=0, atol=1e-13)
 
 
-def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_running_averages_are_left_alone():
+def test_every_normalization_of_a_network_is_corrected_once_and_those_without_running_averages_are_left_alone():
     network = nn.Sequential(
         ResNet(depth=18, width=0.125, bn_momentum=0.19), nn.SyncBatchNorm(3, momentum=0.19)
     )

@@ -53,7 +53,7 @@ def names_of(groups, model):
     return [[names[param] for param in group["params"]] for group in groups]
 
 
-def test_only_weights_that_are_no_normalisation_are_adapted_and_decay_in_the_models_order():
+def test_only_weights_that_are_no_normalization_are_adapted_and_decay_in_the_models_order():
     net = model()
     # The groups may be copied.
     groups = copy.deepcopy(param_groups(net, 0.1), {id(param): param for param in net.parameters()})
@@ -67,7 +67,7 @@ def test_only_weights_that_are_no_normalisation_are_adapted_and_decay_in_the_mod
     ]
 
 
-def test_each_rule_can_be_had_alone_and_normalisation_is_known_by_type():
+def test_each_rule_can_be_had_alone_and_normalization_is_known_by_type():
     linear = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     rows = {(): [], ("bias",): ["0.bias", "1.bias"], ("vector",): ["0.bias", "1.weight", "1.bias"]}
     for rules, excluded in rows.items():
@@ -122,7 +122,7 @@ def test_frozen_parameters_are_left_out_unless_asked_for():
     ]
 
 
-def test_parametrized_biases_and_normalisations_are_recognised():
+def test_parametrized_biases_and_normalizations_are_recognized():
     net = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm((2, 2)))
     nn.utils.parametrize.register_parametrization(net[0], "bias", nn.Identity())
     nn.utils.parametrize.register_parametrization(net[1], "weight", nn.Identity())

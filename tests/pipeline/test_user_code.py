@@ -145,15 +145,15 @@ class Glue(Mlp):
         return LeavesOut(*super().made())
 
 
-class Centred(Mlp):
+class Centerd(Mlp):
     def __init__(self):
         super().__init__()
-        self.register_buffer("centre", torch.zeros(toy.NUM_CLASSES))
+        self.register_buffer("center", torch.zeros(toy.NUM_CLASSES))
 
     def loss(self, batch):
         output = self.net(batch[0]).float()
-        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
-        return F.cross_entropy(output - self.centre, batch[1])
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return F.cross_entropy(output - self.center, batch[1])
 
 
 class MovesAttribute(Mlp):
@@ -205,7 +205,7 @@ class WithTargets(Mlp):
 REFUSED = {
     KeepsFeatures: "in the pipeline, but ",
     Glue: "If `forward` computes something outside its blocks, move it into a block",
-    Centred: "`training_step` has changed buffers outside of the network (`centre`)",
+    Centerd: "`training_step` has changed buffers outside of the network (`center`)",
     MovesAttribute: "must not depend on module state that it changes",
     Clips: "must clip with `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",

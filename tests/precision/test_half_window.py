@@ -337,7 +337,7 @@ def test_a_torch_that_does_not_exchange_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "reparametrise",
+    "reparametrize",
     [
         parametrizations.weight_norm,
         parametrizations.spectral_norm,
@@ -345,8 +345,8 @@ def test_a_torch_that_does_not_exchange_is_refused_by_name(monkeypatch):
     ],
     ids=["weight_norm", "spectral_norm", "pruned"],
 )
-def test_parameters_that_a_weight_is_computed_from_stay_fp32(reparametrise):
-    layer = reparametrise(nn.Linear(4, 3, bias=False))
+def test_parameters_that_a_weight_is_computed_from_stay_fp32(reparametrize):
+    layer = reparametrize(nn.Linear(4, 3, bias=False))
     window = HalfPrecisionWindow(nn.Sequential(layer, nn.Linear(3, 2)), F16)
     with window.opened():
         layer(torch.ones(1, 4))
@@ -385,7 +385,7 @@ def test_a_trained_parameter_that_was_half_is_fp32_until_the_end():
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm", "rms_norm", "instance_norm"])
-def test_normalisation_computes_in_fp32_and_returns_half_inside(name):
+def test_normalization_computes_in_fp32_and_returns_half_inside(name):
     """The squares of values of 300 are 90,000, which exceeds fp16, so only fp32 statistics work."""
     module = Everything()
     window = HalfPrecisionWindow(module, F16)

@@ -351,7 +351,7 @@ def dtypes_of_norm(trainer, module):
     return module.net[1].dtypes
 
 
-def test_normalisation_on_shards_computes_in_fp32_with_fp32_weights(two_ranks):
+def test_normalization_on_shards_computes_in_fp32_with_fp32_weights(two_ranks):
     scene = {
         "module": partial(WithRecordedDtypes, "adamw"),
         "strategy": ModelParallelStrategy(2, 1),

@@ -27,7 +27,7 @@ INK = "#1f2328"
 MUTED = "#59636e"
 FAINT = "#c8d1da"
 SERIES = ("#0060a8", "#b34700", "#00714f", "#8f3f78", "#7a5b00", "#4a4fb5")
-_DARK_COLOURS = {
+_DARK_COLORS = {
     INK: "#e6edf3",
     MUTED: "#9198a1",
     FAINT: "#4a535e",
@@ -44,7 +44,7 @@ _DARK_COLOURS = {
 def _css_rules() -> str:
     """Return CSS rules that replace the colors of a light-mode SVG image with those of dark mode."""
     rules = ""
-    for light, dark in _DARK_COLOURS.items():
+    for light, dark in _DARK_COLORS.items():
         for kind in ("fill", "stroke"):
             rules += f'svg [style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
     return rules

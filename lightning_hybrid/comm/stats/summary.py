@@ -108,7 +108,7 @@ class CommSummary:
         return self.least_bytes_across / self.busy_s
 
     @property
-    def quantisation_nmse(self) -> float | None:
+    def quantization_nmse(self) -> float | None:
         """Normalized mean squared error of the codec's quantization.
 
         The value is None if no codec is used, if values were inf or nan, and on CUDA.

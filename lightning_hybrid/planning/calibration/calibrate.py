@@ -118,17 +118,17 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     )
     bare = replace(bare, codec=_codec_rates(samples, bare))
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
-    modelled_s = {case: predicted_all_reduce_s(fitted, *case, setup) for case in measured}
+    modeled_s = {case: predicted_all_reduce_s(fitted, *case, setup) for case in measured}
     curves: dict[str, dict[float, float]] = {}
     for name, size in measured:
-        curves.setdefault(name, {})[size] = round(measured[name, size] / modelled_s[name, size], 3)
+        curves.setdefault(name, {})[size] = round(measured[name, size] / modeled_s[name, size], 3)
     cluster = replace(fitted, curves=curves, measured_nodes=setup.num_nodes)
     sums = []
     for (name, size), time_s in measured.items():
         other_points = {
             other_size: ratio for other_size, ratio in curves[name].items() if other_size != size
         }
-        predicted_s = curve_at(other_points, size) * modelled_s[name, size]
+        predicted_s = curve_at(other_points, size) * modeled_s[name, size]
         sums.append(
             TimedAllReduce(
                 algorithm=name, num_bytes=size, measured_s=time_s, predicted_s=predicted_s

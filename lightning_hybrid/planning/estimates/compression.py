@@ -1,7 +1,7 @@
 """Estimates of the time saved by compressing gradients between nodes, or by averaging less often.
 
 A codec shortens exposed communication, but takes time itself. It saved time in only 6 of more than 200
-data-centre set-ups (Agarwal et al. 2022, MLSys, arXiv:2103.00543). With slow links between nodes, many
+data-center set-ups (Agarwal et al. 2022, MLSys, arXiv:2103.00543). With slow links between nodes, many
 set-ups gain. Because a codec changes the gradients, it must save `CLEARLY_LESS_BY_CODEC` of a step, and
 it is only proposed, never applied.
 """

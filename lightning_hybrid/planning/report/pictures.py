@@ -37,12 +37,12 @@ def schedule_panel(choice: PipelineChoice) -> Panel:
             for task in tasks:
                 width_s = task.end_s - task.begin_s
                 turn = task.stage // choice.num_ranks
-                colour = SERIES[not task.is_forward]  # the second stage of a rank is darker
+                color = SERIES[not task.is_forward]  # the second stage of a rank is darker
                 axes.barh(
                     rank,
                     0.94 * width_s,
                     left=task.begin_s,
-                    color=colour,
+                    color=color,
                     alpha=min(0.35 + 0.25 * turn, 1),
                 )
                 if width_s > 0.06 * total_s:  # room for a number
@@ -80,8 +80,8 @@ def _draw_step(report: SimulationReport, axes: Axes) -> None:
         )
     names = list(dict.fromkeys(name for name, *_ in spans))
     for name, begin_s, end_s in spans:
-        colour = MUTED if name in ("forward", "backward") else SERIES[0]
-        axes.barh(name, end_s - begin_s, left=begin_s, height=0.7, color=colour)
+        color = MUTED if name in ("forward", "backward") else SERIES[0]
+        axes.barh(name, end_s - begin_s, left=begin_s, height=0.7, color=color)
     exposed_from_s = work.forward_s + work.backward_s
     axes.axvspan(
         exposed_from_s,
@@ -146,14 +146,14 @@ def _draw_sums(report: TuneReport, axes: Axes) -> None:
     _use_log_scales(axes)
     algorithms = dict.fromkeys(timed.algorithm for timed in report.found.sums)
     for number, name in enumerate(algorithms):
-        colour = SERIES[number % len(SERIES)]
+        color = SERIES[number % len(SERIES)]
         points = []
         for timed in report.found.sums:
             if timed.algorithm == name:
                 points.append((timed.num_bytes, timed.measured_s, timed.predicted_s))
         sizes, measured_s, predicted_s = zip(*sorted(points), strict=True)
-        axes.plot(sizes, measured_s, "o", color=colour)
-        axes.plot(sizes, predicted_s, "--", color=colour, label=name.replace("_", " "))
+        axes.plot(sizes, measured_s, "o", color=color)
+        axes.plot(sizes, predicted_s, "--", color=color, label=name.replace("_", " "))
     axes.set_title(f"Sums: predicted {report.found.typical_error:.1%} off at the median")
     axes.set_xlabel("dots: measured; dashed: predicted")
     in_units(axes, x="B", y="s")

@@ -119,10 +119,10 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         Batches that a prefetcher has already normalized are returned unchanged.
         """
         # Images that a `DevicePrefetcher` has normalized are no longer uint8, and stay unchanged.
-        normalised = self.on_device(batch)
-        if normalised is batch or self.trainer is None:
-            return normalised
-        converted: Batch = self.trainer.precision_plugin.convert_input(normalised)
+        normalized = self.on_device(batch)
+        if normalized is batch or self.trainer is None:
+            return normalized
+        converted: Batch = self.trainer.precision_plugin.convert_input(normalized)
         return converted
 
 

@@ -95,8 +95,8 @@ def _decode_with_pillow(data: bytes) -> Pixels:
             _check_size(image.height, image.width)
             # `convert()` would clip 16-bit values instead of scaling them.
             if image.mode.startswith("I"):
-                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
-                return np.repeat(grey[:, :, None], 3, axis=2)
+                gray = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
+                return np.repeat(gray[:, :, None], 3, axis=2)
             return np.array(image if image.mode == "RGB" else image.convert("RGB"))
     except CorruptImageError:
         raise

@@ -28,10 +28,10 @@ _BAR_WIDTH = 4
 _OTHER_COLUMNS = _BAR_WIDTH + len("0:00:00 • 0:00:00") + 4
 
 
-def labelled(metrics: dict[str, Any]) -> dict[str, str]:
+def labeled(metrics: dict[str, Any]) -> dict[str, str]:
     """Select the logged metrics that the progress bar shows, and format them with short labels.
 
-    >>> labelled({"train/loss": 0.25, "throughput/images_per_s": 12345.6, "comm/exposed_s": 0.0123, "my/own": 1.0})
+    >>> labeled({"train/loss": 0.25, "throughput/images_per_s": 12345.6, "comm/exposed_s": 0.0123, "my/own": 1.0})
     {'loss': '0.25', 'img/s': '12,346', 'comm ms': '12'}
     """
     return {
@@ -98,7 +98,7 @@ class _LoggedValues(ProgressBar):
             name: f"{float(v):.4g}" if isinstance(v, int | float) else v
             for name, v in own_values.items()
         }
-        logged = list(labelled(trainer.callback_metrics).items())
+        logged = list(labeled(trainer.callback_metrics).items())
         self._values = dict(logged[:_NUM_FIRST]) | values | dict(logged[_NUM_FIRST:])
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from tests.battery.case import Plain, Run, barrier, behaviour, loader
+from tests.battery.case import Plain, Run, barrier, behavior, loader
 
 
 class Falls(Plain):
@@ -53,7 +53,7 @@ def kept(options: dict[str, Any], run: Run) -> Any:
 
 
 for _name, _options in OPTIONS.items():
-    behaviour(functools.partial(kept, _options), name=f"kept_{_name}")
+    behavior(functools.partial(kept, _options), name=f"kept_{_name}")
 
 
 def content_of(path: Path) -> Any:
@@ -64,7 +64,7 @@ def content_of(path: Path) -> Any:
     return kinds_of(saved)
 
 
-@behaviour
+@behavior
 def precision_in_a_file(run: Run) -> Any:
     _, _, path = run.saved()
     return [key for key in torch.load(path, weights_only=True) if "Precision" in key]
@@ -80,7 +80,7 @@ def kinds_of(value: Any) -> Any:
     return type(value)
 
 
-@behaviour
+@behavior
 def found_by_name(run: Run) -> Any:
     """Use `ckpt_path` with "best", "last" and a path, in each method that accepts it."""
     options = {"monitor": "score", "save_last": True}
@@ -95,7 +95,7 @@ def found_by_name(run: Run) -> Any:
     return seen, module.state_dict(), trainer.global_step, run.files()
 
 
-@behaviour
+@behavior
 def saved_by_hand(run: Run) -> Any:
     trainer, module = run.fit()
     whole = run.folder / "deep/er/a.ckpt"
@@ -146,7 +146,7 @@ def keys_of(checkpoint: dict[str, Any]) -> list[str]:
     return [key for key in checkpoint if key != "exact_resume"]
 
 
-@behaviour
+@behavior
 def state_of_the_user(run: Run) -> Any:
     _, _, path = run.saved(Stateful(extra={"a": [1]}))
     _, module = run.fit(Stateful(extra={"a": [1]}), start={"ckpt_path": path})
@@ -157,7 +157,7 @@ def state_of_the_user(run: Run) -> Any:
     return seen
 
 
-@behaviour
+@behavior
 def objects_in_a_checkpoint(run: Run) -> Any:
     _, module, path = run.saved(Stateful(extra=Sizes(2)))
     try:
@@ -166,7 +166,7 @@ def objects_in_a_checkpoint(run: Run) -> Any:
         return type(error)
 
 
-@behaviour
+@behavior
 def damaged_file(run: Run) -> Any:
     trainer, module, path = run.saved()
     barrier()
@@ -181,7 +181,7 @@ def damaged_file(run: Run) -> Any:
         return type(error)
 
 
-@behaviour
+@behavior
 def asynchronous_plugin(run: Run) -> Any:
     _, module, _ = fit_with_files(
         run, monitor="score", save_last=True, plugins=[AsyncCheckpointIO()]

@@ -17,7 +17,7 @@ import torch
 
 from tests.battery.as_ddp.fits import left_of
 from tests.battery.as_ddp.trainers import state_of
-from tests.battery.case import Plain, Run, behaviour, loader, plain_with
+from tests.battery.case import Plain, Run, behavior, loader, plain_with
 
 
 def step_and(change: Any) -> Any:
@@ -34,7 +34,7 @@ def raises(*_: Any, **__: Any) -> Any:
     raise LookupError("of the user")
 
 
-@behaviour
+@behavior
 def stopped_by_should_stop(run: Run) -> Any:
     def stop(self: Any, loss: Any, batch_idx: int) -> Any:
         self.trainer.should_stop = batch_idx == 1
@@ -68,10 +68,10 @@ for _hook in (
     "on_save_checkpoint",
     "setup",
 ):
-    behaviour(functools.partial(error_in, _hook), name=f"error_in_{_hook}", on_one_rank=True)
+    behavior(functools.partial(error_in, _hook), name=f"error_in_{_hook}", on_one_rank=True)
 
 
-@behaviour
+@behavior
 def notes_of_an_error(run: Run) -> Any:
     fails = step_and(lambda self, loss, batch_idx: raises() if batch_idx == 2 else loss)
     try:
@@ -80,14 +80,14 @@ def notes_of_an_error(run: Run) -> Any:
         return len(getattr(error, "__notes__", [])) > 0
 
 
-@behaviour
+@behavior
 def overflow(run: Run) -> Any:
     step = step_and(lambda self, loss, batch_idx: loss * float("inf") if batch_idx == 1 else loss)
     _, module = run.fit(plain_with(training_step=step), max_epochs=1)
     return [bool(torch.isfinite(parameter).all()) for parameter in module.parameters()]
 
 
-@behaviour
+@behavior
 def state_of_the_process(run: Run) -> Any:
     environment = set(os.environ)
     threads = {thread.name for thread in threading.enumerate()}
@@ -108,7 +108,7 @@ def state_of_the_process(run: Run) -> Any:
     ]
 
 
-@behaviour
+@behavior
 def step_of_the_user(run: Run) -> Any:
     returned: list[Any] = []
 
@@ -131,7 +131,7 @@ def step_of_the_user(run: Run) -> Any:
     return returned if run.precision == "32-true" else len(returned), left_of(module)
 
 
-@behaviour
+@behavior
 def pickled_after_a_fit(run: Run) -> Any:
     trainer, module = run.fit(None, loader(), loader())
     module.trainer = trainer

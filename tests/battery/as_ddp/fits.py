@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests import toy
 from tests.battery.as_ddp.trainers import state_of
-from tests.battery.case import Plain, Run, behaviour, loader
+from tests.battery.case import Plain, Run, behavior, loader
 
 
 def names_of(kind: type) -> list[str]:
@@ -123,7 +123,7 @@ def called(run: Run, method: str, **settings: Any) -> Any:
     return {**state_of(trainer), **seen, "files": run.files()}
 
 
-@behaviour
+@behavior
 def every_phase_in_turn(run: Run) -> Any:
     module = Noting()
     seen = []
@@ -171,18 +171,18 @@ def fit_with(settings: dict[str, Any], run: Run) -> Any:
 
 
 for _name, _settings in SETTINGS.items():
-    behaviour(functools.partial(fit_with, _settings), name=f"fit_{_name}")
+    behavior(functools.partial(fit_with, _settings), name=f"fit_{_name}")
 for _method, _short in (("validate", "val"), ("test", "test"), ("predict", "predict")):
     _call = functools.partial(called, method=_method)
     _limits = {f"limit_{_short}_batches": 1}
-    behaviour(_call, name=_method)
-    behaviour(
+    behavior(_call, name=_method)
+    behavior(
         functools.partial(_call, inference_mode=False), name=f"{_method}_without_inference_mode"
     )
-    behaviour(functools.partial(_call, **_limits), name=f"{_method}_limited")
+    behavior(functools.partial(_call, **_limits), name=f"{_method}_limited")
 
 
-@behaviour
+@behavior
 def random_numbers_of_transforms(run: Run) -> Any:
     class Noisy(toy.Blobs):
         def __getitem__(self, index: int) -> Any:

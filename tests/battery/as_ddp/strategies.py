@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.battery.as_ddp.trainers import properties, property_of, state_of
-from tests.battery.case import Plain, Run, behaviour, loader, plain_with
+from tests.battery.case import Plain, Run, behavior, loader, plain_with
 
 
 def within_a_fit(look: Any) -> Any:
@@ -39,7 +39,7 @@ def within_a_fit(look: Any) -> Any:
             return [*seen, ("after", look(trainer, module))]
         return seen
 
-    return behaviour(seen_by, name=look.__name__)
+    return behavior(seen_by, name=look.__name__)
 
 
 @within_a_fit
@@ -99,12 +99,12 @@ HOOKS = {
 }
 
 
-@behaviour
+@behavior
 def refused_arguments(run: Run) -> Any:
     return _refused(run, HOOKS)
 
 
-@behaviour
+@behavior
 def defaults_spelt_out(run: Run) -> Any:
     """Pass the default values explicitly, as configuration files do."""
     return _refused(run, dict.fromkeys(HOOKS))
@@ -126,7 +126,7 @@ def made_with(arguments: dict[str, Any], run: Run) -> Any:
     return module.state_dict(), state_of(trainer)
 
 
-@behaviour
+@behavior
 def ddp_keywords(run: Run) -> Any:
     seen: list[Any] = []
 
@@ -150,4 +150,4 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "checkpoint_io": {"checkpoint_io": TorchCheckpointIO()},
 }
 for _name, _arguments in ARGUMENTS.items():
-    behaviour(functools.partial(made_with, _arguments), name=f"made_with_{_name}")
+    behavior(functools.partial(made_with, _arguments), name=f"made_with_{_name}")

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.tuner import Tuner
 from torch.utils._pytree import tree_map
 
-from tests.battery.case import Plain, Run, behaviour, loader
+from tests.battery.case import Plain, Run, behavior, loader
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def loader_in_short(loader: Any) -> Any:
     return type(loader.dataset), type(loader.sampler), loader.batch_size
 
 
-@behaviour
+@behavior
 def model_of_the_trainer(run: Run) -> Any:
     seen: list[Any] = []
 
@@ -62,12 +62,12 @@ def model_of_the_trainer(run: Run) -> Any:
     return seen, type(trainer.model)
 
 
-@behaviour
+@behavior
 def class_of_a_loader(run: Run) -> Any:
     return type(run.fit(max_epochs=1)[0].train_dataloader)
 
 
-@behaviour
+@behavior
 def state_during_a_fit(run: Run) -> Any:
     seen: list[Any] = []
 
@@ -104,7 +104,7 @@ def state_during_a_fit(run: Run) -> Any:
     return seen, trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
 
 
-@behaviour
+@behavior
 def messages_of_a_fit(run: Run) -> Any:
     lines: list[Any] = []
 
@@ -130,7 +130,7 @@ def messages_of_a_fit(run: Run) -> Any:
     return lines
 
 
-@behaviour
+@behavior
 def floating_dtypes_seen(run: Run) -> Any:
     """Compare the floating dtypes of batches, activations, losses, gradients, files, predictions and the module."""
     seen: dict[str, Any] = {}
@@ -193,10 +193,10 @@ def tuned(mode: str, run: Run) -> Any:
 
 
 for _mode in ("lr", "power", "binsearch"):
-    behaviour(functools.partial(tuned, _mode), name=f"tuned_{_mode}")
+    behavior(functools.partial(tuned, _mode), name=f"tuned_{_mode}")
 
 
-@behaviour
+@behavior
 def resumed(run: Run) -> Any:
     _, _, path = run.saved()
     seen = []

@@ -90,7 +90,7 @@ class _InTurns(Manual):
     def clip_values_by_lightning(self, optimizer):
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
-    def normalise(self, optimizer):
+    def normalize(self, optimizer):
         total = total_norm(self)
         for i, p in enumerate(self.parameters()):
             if i % 2:
@@ -118,7 +118,7 @@ ROWS |= {
     "ByHandClips": clips(_InTurns.clip_by_lightning),
     "ByHandClipsValue": clips(_InTurns.clip_values_by_lightning),
     "ByHandTorchClips": clips(_InTurns.clip_by_torch),
-    "ByHandChangesGradients": clips(_InTurns.normalise),
+    "ByHandChangesGradients": clips(_InTurns.normalize),
     "ByHandAccumulates": in_turns(every=2),
     "ByHandAccumulatesAndClips": in_turns(_InTurns.clip_by_lightning, **TWICE),
     # Reads gradients after each backward pass.

@@ -48,7 +48,7 @@ def test_an_error_of_user_code_that_sounds_like_a_networks_stays_the_users(error
 
 
 @pytest.mark.parametrize("error", OF_TORCH, ids=str)
-def test_an_error_of_a_collective_or_a_store_is_recognised(error):
+def test_an_error_of_a_collective_or_a_store_is_recognized(error):
     assert comes_from_others(error)
     assert is_of_a_collective(error)
 
@@ -87,7 +87,7 @@ def errors_of_a_rank_that_does_not_answer():
     return [(str(error), comes_from_others(error)) for error in errors]
 
 
-def test_errors_that_this_torch_raises_are_recognised(two_ranks):
+def test_errors_that_this_torch_raises_are_recognized(two_ranks):
     for errors in two_ranks.run(errors_of_a_rank_that_does_not_answer):
-        for text, is_recognised in errors:
-            assert is_recognised, text
+        for text, is_recognized in errors:
+            assert is_recognized, text

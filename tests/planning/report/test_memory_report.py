@@ -81,7 +81,7 @@ def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_normalisation_without_weights_is_counted(affine):
+def test_normalization_without_weights_is_counted(affine):
     with torch.device("meta"):
         network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=affine))
 

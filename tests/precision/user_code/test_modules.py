@@ -54,7 +54,7 @@ class TiedHead(UserCode):
         return F.cross_entropy(self.head(hidden), targets)
 
 
-class SharedNormalisation(UserCode):
+class SharedNormalization(UserCode):
     """Module in which a user's submodule shares the weight of a normalization layer."""
 
     class Penalty(nn.Module):
@@ -83,7 +83,7 @@ class SharedParametrization(UserCode):
         super().build()
         self.net[0] = parametrizations.weight_norm(self.net[0])
         magnitude = self.net[0].parametrizations.weight.original0
-        self.penalty = SharedNormalisation.Penalty(magnitude)
+        self.penalty = SharedNormalization.Penalty(magnitude)
 
     def loss(self, batch):
         self.outcome.facts["dtype of the shared weight"] = self.penalty.scale.dtype
@@ -110,7 +110,7 @@ class TiedLate(UserCode):
     partial(TiedHead, nn.Embedding, False),
     partial(TiedHead, nn.Linear, True),
     partial(TiedHead, nn.Linear, False),
-    SharedNormalisation,
+    SharedNormalization,
     SharedParametrization,
     TiedLate,
 )
@@ -417,7 +417,7 @@ class PrunesInTheFit(PrunesFromTheStart):
         prune.remove(self.net[0], "weight")
 
 
-class NormalisesWeights(UserCode):
+class NormalizesWeights(UserCode):
     """Module with weights of the old `weight_norm` and `spectral_norm`, which are read between steps."""
 
     ignored_warnings = (".*weight_norm",)
@@ -438,7 +438,7 @@ class NormalisesWeights(UserCode):
 
 
 @in_half_precision()
-@code_of_users(partial(CutsWeights, 0.0), PrunesFromTheStart, PrunesInTheFit, NormalisesWeights)
+@code_of_users(partial(CutsWeights, 0.0), PrunesFromTheStart, PrunesInTheFit, NormalizesWeights)
 def test_computed_weights_are_those_of_ddp(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 

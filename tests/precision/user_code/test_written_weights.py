@@ -447,7 +447,7 @@ class LoadsInsideAStep(Frozen):
         return super().training_step(batch, batch_idx)
 
 
-class NormalisesPrototypes(UserCode):
+class NormalizesPrototypes(UserCode):
     """Module that normalizes rows of a weight before each forward pass, as SwAV does."""
 
     ignored_warnings = ("`net.[02].weight` was written inside",)
@@ -459,7 +459,7 @@ class NormalisesPrototypes(UserCode):
         return super().training_step(batch, batch_idx)
 
 
-class NormalisesPrototypesOfAList(NormalisesPrototypes):
+class NormalizesPrototypesOfAList(NormalizesPrototypes):
     """Module that normalizes the same rows through a list of parameters kept from the constructor."""
 
     def __init__(self):
@@ -534,8 +534,8 @@ class ClampsTheCriticBesideALogger(ClampsTheCritic):
 @code_of_users(
     WritesARowInsideAStep,
     LoadsInsideAStep,
-    NormalisesPrototypes,
-    NormalisesPrototypesOfAList,
+    NormalizesPrototypes,
+    NormalizesPrototypesOfAList,
     MovesATeacherInsideAStep,
     ClampsTheCritic,
     ClampsTheCriticByAList,

@@ -49,7 +49,7 @@ def test_the_split_is_stratified_disjoint_and_always_the_same():
     assert len(set(hashes)) == len(hashes)
 
 
-def test_training_images_are_normalised():
+def test_training_images_are_normalized():
     module = DigitsDataModule(global_batch_size=128, seed=0, shift_pixels=0)
     module.setup("fit")
     images = torch.cat([images for images, _ in module.train_dataloader()])

@@ -97,9 +97,9 @@ def test_layers_start_at_fan_in_scale_or_at_the_given_deviation_and_biases_at_ze
     assert network.fc7.weight.std().item() == pytest.approx((2 / 2048) ** 0.5, rel=0.1)
     assert with_fc_std.fc6.weight.std().item() == pytest.approx(0.005, rel=0.03)
     assert with_fc_std.fc7.weight.std().item() == pytest.approx(0.005, rel=0.03)
-    for initialised in (network, with_fc_std):
-        assert initialised.fc8.weight.std().item() == pytest.approx(0.01, rel=0.1)
-        for layer in layers_of(initialised, nn.Conv2d | nn.Linear):
+    for initialized in (network, with_fc_std):
+        assert initialized.fc8.weight.std().item() == pytest.approx(0.01, rel=0.1)
+        for layer in layers_of(initialized, nn.Conv2d | nn.Linear):
             assert layer.bias is None or not layer.bias.any()
 
 

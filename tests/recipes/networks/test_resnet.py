@@ -113,7 +113,7 @@ def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
 
 
 @pytest.mark.parametrize(("depth", "last"), [(18, "bn2"), (50, "bn3")])
-def test_zero_gamma_says_which_normalisations_start_at_zero(depth, last):
+def test_zero_gamma_says_which_normalizations_start_at_zero(depth, last):
     def norms_at_zero(**options):
         network = tiny(depth=depth, bn_eps=0.5, bn_momentum=0.25, **options)
         at_zero = set()

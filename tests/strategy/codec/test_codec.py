@@ -60,8 +60,8 @@ def test_the_error_of_rounding_is_logged(four_ranks):
     }
     int8 = fit(four_ranks, **scene("int8", **settings))[0].metrics
     int4 = fit(four_ranks, **scene("int4", **settings))[0].metrics
-    assert 1e-6 < int8["comm/quantisation_nmse"] < 1e-3
-    assert 1e-3 < int4["comm/quantisation_nmse"] < 0.1
+    assert 1e-6 < int8["comm/quantization_nmse"] < 1e-3
+    assert 1e-3 < int4["comm/quantization_nmse"] < 0.1
     assert int8["comm/link_bytes"] > int4["comm/link_bytes"]
 
 

@@ -150,13 +150,13 @@ class Teacher(toy.Toy):
         super().__init__(lr=0.05)
         self.teacher = nn.Linear(3, 3).requires_grad_(False)
         self.fixed = nn.Linear(2, 2).requires_grad_(False)
-        self.register_buffer("centre", torch.zeros(3))
+        self.register_buffer("center", torch.zeros(3))
 
     @torch.no_grad()
     def on_train_batch_end(self, *_):
         first = next(parameter for parameter in self.parameters() if parameter.requires_grad)
         self.write(first.mean())
-        self.centre += 1 + self.global_rank
+        self.center += 1 + self.global_rank
 
     def write(self, target):
         self.teacher.weight.lerp_(target, 0.1)
@@ -169,8 +169,8 @@ class WritesData(Teacher):
         self.teacher.weight.data.mul_(0.9).add_(0.1 * target)
 
 
-def centre(trainer, module, *_):
-    return module.centre[0].item()
+def center(trainer, module, *_):
+    return module.center[0].item()
 
 
 @pytest.mark.parametrize("module", [Teacher, WritesData])
@@ -179,14 +179,14 @@ def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are
 ):
     """Frozen weights are averaged after steps 2 and 4, and at the end. Other buffers come from rank zero."""
     rank_0, rank_1 = fit(
-        two_ranks, module, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=centre)]
+        two_ranks, module, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=center)]
     )
     assert torch.equal(rank_0.weights["teacher.weight"], rank_1.weights["teacher.weight"])
     assert [seen.looks["on_train_batch_start"] for seen in (rank_0, rank_1)] == [
         [0, 1, 2, 3, 4],
         [0, 2, 3, 5, 5],
     ]
-    assert rank_0.weights["centre"][0] == rank_1.weights["centre"][0] == 5
+    assert rank_0.weights["center"][0] == rank_1.weights["center"][0] == 5
 
 
 class NotesBuffers(toy.Toy):

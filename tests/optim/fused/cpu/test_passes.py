@@ -56,9 +56,9 @@ def test_floats_are_rounded_to_half_as_torch_does(library):
     """The test covers every half, the midpoints between halves, their neighbors, infinities, nan and overflows."""
     halves = torch.arange(0, 0x7C00).to(torch.int16).view(torch.float16).float()
     middles = (halves[1:] + halves[:-1]) / 2
-    neighbours = [torch.nextafter(middles, torch.tensor(toward)) for toward in (0.0, torch.inf)]
+    neighbors = [torch.nextafter(middles, torch.tensor(toward)) for toward in (0.0, torch.inf)]
     odd = torch.tensor([65519.996, 65520.0, 1e30, torch.inf, torch.nan, 2**-25, 1e-30, 0.0])
-    floats = torch.cat([halves, middles, *neighbours, odd])
+    floats = torch.cat([halves, middles, *neighbors, odd])
     floats = torch.cat([floats, -floats])
     floats = torch.cat([floats, floats.new_zeros(-len(floats) % 128)])
     rounded = torch.empty(len(floats), dtype=torch.float16)

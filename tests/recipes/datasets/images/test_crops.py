@@ -53,7 +53,7 @@ def test_a_box_at_the_borders_of_what_fits(size, area, aspect, box):
     assert random_box(*size, draws, area=area, aspect=aspect) == box
 
 
-def test_the_centre_is_rounded_as_in_torchvision_and_long_strips_are_cut():
+def test_the_center_is_rounded_as_in_torchvision_and_long_strips_are_cut():
     frame = EvalCrop(image_size=4, eval_resize=15).frame(15, 19, image=0, epoch=0)
     assert frame[3:5] == (6, 8)  # of 5.5 and 7.5
     strip = EvalCrop(image_size=4, eval_resize=4)
@@ -119,7 +119,7 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
 
 
 @pytest.mark.parametrize("size", [(90, 120), (120, 90), (32, 32), (31, 200)], ids=str)
-def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
+def test_an_evaluation_view_is_the_center_of_the_resized_image(size):
     pixels = pixels_of(4, *size)
     result = row_of(EvalCrop(image_size=SIZE, eval_resize=32), pixels)
     height, width = size
@@ -134,7 +134,7 @@ def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
     assert np.abs(result - expected).max() <= 1
 
 
-def test_normalisation_is_the_formula_and_keeps_channels_last():
+def test_normalization_is_the_formula_and_keeps_channels_last():
     levels = torch.arange(2 * SIZE * SIZE * 3).remainder(256).reshape(2, SIZE, SIZE, 3)
     stored = levels.to(torch.uint8).permute(0, 3, 1, 2)
     images, labels = NormalizeOnDevice()((stored, torch.tensor([1, 2])))

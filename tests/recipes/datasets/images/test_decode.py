@@ -49,18 +49,18 @@ def test_a_jpeg_decodes_to_the_bits_of_pillow(decoder, options):
 
 
 @both_decoders
-def test_grey_cmyk_and_png_under_a_jpegs_name_become_rgb(decoder):
-    colours = pixels_of(5)
-    grey = encoded(colours[:, :, 0])
-    assert np.array_equal(decode_rgb(grey, decoder=decoder), with_pillow(grey))
-    png = encoded(colours, "PNG")
-    assert np.array_equal(decode_rgb(png, decoder=decoder), colours)
+def test_gray_cmyk_and_png_under_a_jpegs_name_become_rgb(decoder):
+    colors = pixels_of(5)
+    gray = encoded(colors[:, :, 0])
+    assert np.array_equal(decode_rgb(gray, decoder=decoder), with_pillow(gray))
+    png = encoded(colors, "PNG")
+    assert np.array_equal(decode_rgb(png, decoder=decoder), colors)
     buffer = io.BytesIO()
-    Image.fromarray(colours).convert("CMYK").save(buffer, format="JPEG", quality=95)
+    Image.fromarray(colors).convert("CMYK").save(buffer, format="JPEG", quality=95)
     pixels = decode_rgb(buffer.getvalue(), decoder=decoder).astype(int)
     # Both decoders convert CMYK in their own integer arithmetic, which differs by one level, plus the loss of JPEG.
     assert np.abs(pixels - with_pillow(buffer.getvalue()).astype(int)).max() <= 2
-    assert np.abs(pixels - colours).mean() < 4
+    assert np.abs(pixels - colors).mean() < 4
 
 
 @both_decoders
