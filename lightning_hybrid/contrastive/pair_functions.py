@@ -425,12 +425,12 @@ class Standardized(torch.autograd.Function):
         blocks = x.split(block)
         column_sums = tree_sum(rows.sum(0) for rows in blocks)
         mean = peers.sum(column_sums) / num_rows
-        centerd = x - mean
-        centerd_blocks = centerd.split(block)
-        square_sums = tree_sum(rows.square().sum(0) for rows in centerd_blocks)
+        centered = x - mean
+        centered_blocks = centered.split(block)
+        square_sums = tree_sum(rows.square().sum(0) for rows in centered_blocks)
         variance = peers.sum(square_sums) / num_rows
         inverse_deviation = (variance + eps).rsqrt()
-        y = centerd * inverse_deviation
+        y = centered * inverse_deviation
         ctx.save_for_backward(y, inverse_deviation)
         ctx.peers = peers
         ctx.block = block

@@ -145,7 +145,7 @@ class Glue(Mlp):
         return LeavesOut(*super().made())
 
 
-class Centerd(Mlp):
+class Centered(Mlp):
     def __init__(self):
         super().__init__()
         self.register_buffer("center", torch.zeros(toy.NUM_CLASSES))
@@ -205,7 +205,7 @@ class WithTargets(Mlp):
 REFUSED = {
     KeepsFeatures: "in the pipeline, but ",
     Glue: "If `forward` computes something outside its blocks, move it into a block",
-    Centerd: "`training_step` has changed buffers outside of the network (`center`)",
+    Centered: "`training_step` has changed buffers outside of the network (`center`)",
     MovesAttribute: "must not depend on module state that it changes",
     Clips: "must clip with `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",

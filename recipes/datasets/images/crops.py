@@ -118,10 +118,10 @@ def random_box(
         box_height = round(width / min_aspect)
     elif image_aspect > max_aspect:
         box_width = round(height * max_aspect)
-    return _centerd_box(height, width, box_height, box_width)
+    return _centered_box(height, width, box_height, box_width)
 
 
-def _centerd_box(height: int, width: int, box_height: int, box_width: int) -> Box:
+def _centered_box(height: int, width: int, box_height: int, box_width: int) -> Box:
     top = (height - box_height) // 2
     left = (width - box_width) // 2
     return Box(top, left, box_height, box_width)
@@ -225,7 +225,7 @@ class EvalCrop:
         max_side = MAX_ASPECT * min(height, width)
         box_height = min(height, max_side)
         box_width = min(width, max_side)
-        box = _centerd_box(height, width, box_height, box_width)
+        box = _centered_box(height, width, box_height, box_width)
         height, width = short_side_resized(box_height, box_width, short_side=self.eval_resize)
 
         # round() and not //, as in torchvision's CenterCrop.
