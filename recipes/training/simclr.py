@@ -222,8 +222,8 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
         center    = (1 - side) * draw                   of the crop, in x and y, so that the crop is inside the image
         view      = crop * (1 + gain) + level           with gain = jitter * draw and level = jitter * draw
 
-    The draws for the area are uniform in [0, 1), the others are uniform in [-1, 1). With `flip`, the sign of another
-    draw mirrors x.
+    The draws for the area are uniform in [0, 1), the others are uniform in [-1, 1). With `flip`, another draw
+    mirrors x if it is negative.
 
     >>> images = torch.rand(2, 3, 8, 8)
     >>> torch.allclose(random_view(images, least_area=1.0, jitter=0.0, flip=False), images, atol=1e-6)
@@ -240,7 +240,7 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
     side = area.sqrt()
     x_scale = side
     if flip:
-        x_scale = side * uniform().sign()
+        x_scale = torch.where(uniform() < 0, -side, side)
     max_shift = (1 - side)[:, None]
     affine = torch.zeros(num_images, 2, 3, device=device)
     affine[:, 0, 0] = x_scale

@@ -69,7 +69,7 @@ def _reduced(tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) 
 
 
 def _matrix_product(first: Tensor, second: Tensor) -> Tensor | None:
-    if first.shape[1] != second.shape[0]:
+    if first.dim() != 2 or second.dim() != 2 or first.shape[1] != second.shape[0]:
         return None
     return first.new_empty(first.shape[0], second.shape[1])
 

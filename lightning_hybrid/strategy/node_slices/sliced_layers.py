@@ -333,6 +333,14 @@ def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
     return sum(biases, zero)
 
 
+def _cannot_gather(tensor: Tensor, num_images: int) -> ValueError:
+    return ValueError(
+        f"An input (of shape {tuple(tensor.shape)}) of layers in `node_slices` cannot be gathered from all "
+        f"ranks of a node, because its first dimension is neither 1 nor the number of images ({num_images}). "
+        "Leave these layers out of `node_slices`."
+    )
+
+
 class Entrance:
     """Entry point of a layer pair, which gathers the node's samples and seeds the random number generator.
 
@@ -365,8 +373,13 @@ class Entrance:
             ValueError: A tensor, or another rank, has another number of samples.
         """
         images, *arguments = tree_leaves(values)
-        self.ranks.refuse_unequal_batches(images, *arguments)
+        if images.dim() == 0:
+            raise _cannot_gather(images, num_images=1)
         num_images = images.shape[0]
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.dim() == 0:
+                raise _cannot_gather(argument, num_images)
+        self.ranks.refuse_unequal_batches(images, *arguments)
         device = images.device
         gathered: dict[int, Tensor] = {}
 
@@ -381,12 +394,8 @@ class Entrance:
         return values
 
     def _gather_tensor(self, tensor: Tensor, num_images: int) -> Tensor:
-        if tensor.dim() == 0 or tensor.shape[0] not in (1, num_images):
-            raise ValueError(
-                f"An input (of shape {tuple(tensor.shape)}) of layers in `node_slices` cannot be gathered from all "
-                f"ranks of a node, because its first dimension is neither 1 nor the number of images ({num_images}). "
-                "Leave these layers out of `node_slices`."
-            )
+        if tensor.shape[0] not in (1, num_images):
+            raise _cannot_gather(tensor, num_images)
         # One entry for all samples becomes one entry for each sample of its rank.
         num_copies = 1
         if tensor.shape[0] < num_images:

@@ -29,8 +29,8 @@ def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
     >>> token_losses(nn.Linear(4, 3), torch.zeros(2, 5, 4), torch.full((2, 5), -100)).sum()
     tensor(0., grad_fn=<SumBackward0>)
     """
-    sliced: VocabularyHead | None = vars(head).get("sliced")
-    if sliced is not None and not sliced.ranks.is_whole:
+    sliced = vars(head).get("sliced")
+    if isinstance(sliced, VocabularyHead) and not sliced.ranks.is_whole:
         logits = sliced.logits_of_slice(features)
         return sliced.losses_of(logits, targets)
 

@@ -172,12 +172,12 @@ class TrainCrop:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.area[0] <= self.area[1] <= 1:
+        if len(self.area) != 2 or not 0 < self.area[0] <= self.area[1] <= 1:
             raise ValueError(
                 f"`area` (={list(self.area)}) must be two fractions of an image's area in ascending "
                 "order. Set data.area=[0.08,1.0], the usual values for ImageNet."
             )
-        if not 0 < self.aspect[0] <= self.aspect[1]:
+        if len(self.aspect) != 2 or not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(
                 f"`aspect` (={list(self.aspect)}) must be two ratios of width to height in ascending "
                 "order. Set data.aspect=[0.75,1.3333333333333333], the usual values for ImageNet."

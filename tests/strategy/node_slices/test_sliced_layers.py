@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_hybrid.strategy.node_slices.slice_exchange import NodeRanks
 from lightning_hybrid.strategy.node_slices.sliced_fit import cut_
+from lightning_hybrid.strategy.node_slices.sliced_layers import Entrance
 from lightning_hybrid.strategy.node_slices.vocabulary import token_losses
 from tests import toy
 
@@ -171,13 +172,14 @@ def refusals():
         (attention, x, x, x),
         *((partial(attention, need_weights=False, **mask), x, x, x) for mask in masks),
         (partial(attention, need_weights=False, key_padding_mask=torch.zeros(3, 3)), x, x, x),
+        (Entrance(NodeRanks(dist.group.WORLD)).gather, (x, torch.tensor(1.0))),
     ]
     return [toy.error_of(*call) for call in calls]
 
 
 def test_inputs_that_ranks_cannot_compute_together_are_an_error_on_every_rank(two_ranks):
     for errors in two_ranks.run(refusals):
-        targets, tokens, batch, weights, heads, alone, part = errors
+        targets, tokens, batch, weights, heads, alone, part, scalar = errors
         assert "`targets` or tokens (from 0 to 7) must be from 0 to 5, or -100" in targets
         assert "`targets` or tokens (from 0 to 7) must be from 0 to 6. Check" in tokens
         assert "has different sizes on the ranks that share a layer ([2, 3])" in batch
@@ -191,3 +193,4 @@ def test_inputs_that_ranks_cannot_compute_together_are_an_error_on_every_rank(tw
         assert part.startswith(
             "ValueError: An input (of shape (3, 1, 1, 3)) of layers in `node_slices` cannot"
         )
+        assert scalar.startswith("ValueError: An input (of shape ()) of layers in `node_slices`")

@@ -152,6 +152,7 @@ def test_normalization_is_the_formula_and_keeps_channels_last():
     ("make", "match"),
     [
         (lambda: TrainCrop(image_size=4, seed=0, area=(0.5, 0.08)), r"`area` \(=\[0\.5, 0\.08\]\)"),
+        (lambda: TrainCrop(image_size=4, seed=0, area=(0.1, 0.5, 1.0)), r"`area` \(="),
         (lambda: TrainCrop(image_size=4, seed=0, aspect=(0.0, 1.0)), r"`aspect` \(="),
         (
             lambda: EvalCrop(image_size=224, eval_resize=200),
@@ -163,7 +164,7 @@ def test_normalization_is_the_formula_and_keeps_channels_last():
         ),
         (lambda: NormalizeOnDevice(std=(0.2, 0.2, 0.0)), r"`std` \(="),
     ],
-    ids=["area order", "aspect", "eval_resize", "mean", "std"],
+    ids=["area order", "three areas", "aspect", "eval_resize", "mean", "std"],
 )
 def test_what_makes_no_sense_is_refused_and_a_range_of_one_value_is_not(make, match):
     with pytest.raises(ValueError, match=match):
