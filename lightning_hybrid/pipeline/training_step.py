@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hybrid.batch_rows import copy_batch
+from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.module_state import put_back
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.local_stages import Stages
@@ -44,6 +45,23 @@ class _FirstLoss(NamedTuple):
 
     whole: float | str  # with the whole network, or a reason if unknown, valid on the first rank
     in_stages: float  # valid on the last rank
+
+
+class _BufferRecord(NamedTuple):
+    """A buffer and what shows whether it has been written."""
+
+    buffer: Tensor
+    num_writes: int  # torch's version counter
+    fingerprint: (
+        Tensor | None
+    )  # of the values, because the counter misses writes through `buffer.data`
+
+    def is_same_as(self, other: _BufferRecord) -> bool:
+        if self.buffer is not other.buffer or self.num_writes != other.num_writes:
+            return False
+        if self.fingerprint is None or other.fingerprint is None:
+            return True
+        return torch.equal(self.fingerprint, other.fingerprint)
 
 
 class TrainingStep:
@@ -410,20 +428,24 @@ class TrainingStep:
                 "network from the rows of the batch."
             )
 
-    def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
-        """Return each buffer outside of the network with its version counter, without reading its values."""
+    def _buffers_outside(self) -> dict[str, _BufferRecord]:
+        """Return records of the buffers outside of the network. Values are read only in the first batches."""
+        reads_values = self._step_seed[-1] < NUM_COMPARED
+        fingerprint_of = Fingerprint(self._stages.device).of
         net_buffer_ids = {id(buffer) for buffer in self._stages.net.buffers()}
         buffers = {}
         for name, buffer in self._stages.module.named_buffers():
             if id(buffer) not in net_buffer_ids:
-                buffers[name] = (buffer, buffer._version)
+                fingerprint = None
+                if reads_values:
+                    fingerprint = fingerprint_of(buffer)
+                buffers[name] = _BufferRecord(buffer, buffer._version, fingerprint)
         return buffers
 
-    def _check_buffers(self, buffers_before: Mapping[str, tuple[Tensor, int]]) -> None:
+    def _check_buffers(self, buffers_before: Mapping[str, _BufferRecord]) -> None:
         changed = []
-        for name, (buffer, num_writes) in self._buffers_outside().items():
-            buffer_before, num_writes_before = buffers_before.get(name, (None, 0))
-            if buffer is not buffer_before or num_writes != num_writes_before:
+        for name, record in self._buffers_outside().items():
+            if name not in buffers_before or not record.is_same_as(buffers_before[name]):
                 changed.append(name)
         if changed:
             raise ValueError(

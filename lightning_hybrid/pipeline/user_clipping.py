@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
 
 
@@ -26,18 +29,17 @@ def clip_as_user(
         RuntimeError: The hook changed gradients by other means than `self.clip_gradients`.
     """
     clip_gradients = module.clip_gradients
-    versions = _gradient_versions(optimizer)
+    gradients = _GradientContents(optimizer)
 
-    def clip_and_note_versions(*args: Any, **kwargs: Any) -> None:
-        nonlocal versions
-        is_unchanged = versions == _gradient_versions(optimizer)
+    def clip_and_note_contents(*args: Any, **kwargs: Any) -> None:
+        is_unchanged = not gradients.have_changed()
         clip_gradients(*args, **kwargs)
         if is_unchanged:
-            versions = _gradient_versions(optimizer)
+            gradients.note()
 
-    with temporary_attributes(module, clip_gradients=clip_and_note_versions):
+    with temporary_attributes(module, clip_gradients=clip_and_note_contents):
         hook(optimizer, *args, **kwargs)
-    if versions != _gradient_versions(optimizer):
+    if gradients.have_changed():
         raise RuntimeError(
             "`configure_gradient_clipping` must clip with `self.clip_gradients`, because each rank has only the "
             "gradients of its own stages, whose norm is not the norm of the whole network. Call "
@@ -46,7 +48,32 @@ def clip_as_user(
         )
 
 
-def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Return the identity and version counter of each gradient, without reading its values."""
-    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+class _GradientContents:
+    """Record of the contents of an optimizer's gradients, which detects later changes.
+
+    Contents are compared by fingerprints, because torch's version counters miss writes through `gradient.data`. The
+    host waits for the device.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._parameters = list(parameters_of(optimizer))
+        self._recorded = self._fingerprints()
+
+    def note(self) -> None:
+        """Record the current contents."""
+        self._recorded = self._fingerprints()
+
+    def have_changed(self) -> bool:
+        """Return whether the contents differ from the recorded ones."""
+        return self._fingerprints() != self._recorded
+
+    def _fingerprints(self) -> list[int | None]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        present: list[Tensor] = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            return [None] * len(gradients)
+        device = present[0].device
+        fingerprint_of = Fingerprint(device).of
+        on_device = [fingerprint_of(gradient).to(device) for gradient in present]
+        values = iter(torch.stack(on_device).tolist())  # a single wait for the device
+        return [None if gradient is None else next(values) for gradient in gradients]

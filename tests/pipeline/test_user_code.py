@@ -156,6 +156,13 @@ class Centered(Mlp):
         return F.cross_entropy(output - self.center, batch[1])
 
 
+class CenteredThroughData(Centered):
+    def loss(self, batch):
+        output = self.net(batch[0]).float()
+        self.center.data.mul_(0.9).add_(0.1 * output.detach().mean(0))
+        return F.cross_entropy(output - self.center, batch[1])
+
+
 class MovesAttribute(Mlp):
     def loss(self, batch):
         self.seen += 1
@@ -167,6 +174,17 @@ class Clips(Mlp):
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
     ):
         nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class ClipsThroughData(Mlp):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
+        squares = [p.grad.square().sum() for p in self.parameters() if p.grad is not None]
+        norm = sum(squares).sqrt()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(0.05 / norm)
 
 
 class Penalised(Mlp):
@@ -206,8 +224,10 @@ REFUSED = {
     KeepsFeatures: "in the pipeline, but ",
     Glue: "If `forward` computes something outside its blocks, move it into a block",
     Centered: "`training_step` has changed buffers outside of the network (`center`)",
+    CenteredThroughData: "`training_step` has changed buffers outside of the network (`center`)",
     MovesAttribute: "must not depend on module state that it changes",
     Clips: "must clip with `self.clip_gradients`",
+    ClipsThroughData: "must clip with `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",
     Saves: "Call `trainer.save_checkpoint(path)` on every rank",
     CallsLayers: "parameters of other stages are on the meta device",
