@@ -3,8 +3,8 @@
     lightning-hybrid train trainer.devices=4
     torchrun --nproc-per-node=4 -m lightning_hybrid train
 
-A wheel holds `recipes` and `conf` in a folder of this package. This module does not import torch, which takes seconds.
-Help texts and errors about misspelt commands therefore appear at once.
+A wheel contains `recipes` and `conf` in a folder of this package. This module does not import torch, which would take
+seconds, so that help texts and errors about misspelled commands appear at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COMPLETION = """_lightning_hybrid() {
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
-"""Bash completion script, which completes subcommands, and asks Hydra to complete the keys of a subcommand."""
+"""Bash completion script that completes subcommands, and asks Hydra to complete the keys of a subcommand."""
 
 PACKAGE = Path(__file__).resolve().parent
 
 QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
-"""Optional packages that `quickstart` imports. They are checked here, because it is written like a user script."""
+"""Optional packages that `quickstart` imports. They are checked here, because the program is written like user code."""
 
 
 def programs() -> dict[str, Path]:
@@ -106,7 +106,7 @@ def answer(words: list[str], names: list[str]) -> str | None:
 def main() -> None:
     """Run the recipe program named by the first command-line argument.
 
-    The effect is that of `python recipes/<name>.py`.
+    This has the same effect as `python recipes/<name>.py`.
     """
     words = sys.argv[1:]
     files = programs()

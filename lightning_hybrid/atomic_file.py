@@ -14,7 +14,7 @@ from typing import IO, Any
 def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
     """Yield a temporary path and rename it to `path` if the `with` block ends without an error.
 
-    The temporary path is in the same folder. Even if the process is killed, `path` holds either the old or the new
+    The temporary path is in the same folder. Even if the process is killed, `path` contains either the old or the new
     content. After an error, the temporary file is deleted. If the content must survive a power failure, call `sync` in
     the block and `sync_directory` after it.
 

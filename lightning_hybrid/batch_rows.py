@@ -34,10 +34,10 @@ class BatchPart(NamedTuple):
 def split_rows(batch: Any, size: int) -> list[BatchPart]:
     """Split a batch along the batch dimension into slices of `size` samples.
 
-    The last slice holds the remaining samples, which may be fewer.
+    The last slice contains the remaining samples, which may be fewer.
 
     Raises:
-        ValueError: The number of rows is unknown, or the batch holds an object that cannot be split.
+        ValueError: The number of rows is unknown, or the batch contains an object that cannot be split.
 
     >>> for part in split_rows({"ids": np.arange(3), "names": ["a", "b", "c"], "task": "pairs"}, 2):
     ...     part.batch
@@ -62,7 +62,7 @@ def count_rows(batch: Any) -> int:
     lengths, the number is determined by the lists.
 
     Raises:
-        ValueError: Tensors, arrays or lists disagree, or the batch holds an object whose samples cannot be counted.
+        ValueError: Tensors, arrays or lists disagree, or the batch contains an object whose samples cannot be counted.
 
     >>> count_rows([["a query", "another"], ["its answer", "another"], Tensor(2, 3)])
     2
@@ -143,7 +143,7 @@ def _has_rows(
 
 
 def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
-    """Return whether a list holds one entry per sample, rather than columns such as `[images, labels]`.
+    """Return whether a list contains one entry per sample, rather than columns such as `[images, labels]`.
 
     Raises:
         ValueError: The list is ambiguous.

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 BLOCK = 1 << 14
-"""Number of elements of a block. The C++ passes sum squares per block. The Triton kernels use smaller chunks. The
-chunk size divides the block size."""
+"""Number of elements of a block. The C++ passes sum squares per block. The Triton kernels use smaller chunks, whose
+size divides the block size."""
 
 
 _IGNORED_KEY = "_ddp_params_and_buffers_to_ignore"  # attribute of a module that DDP reads

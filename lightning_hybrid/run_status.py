@@ -42,10 +42,10 @@ class RunStatus:
         parts: Shard that this rank updates, by the `id` of the parameter.
         place_in_node: Local rank and number of ranks in the node, if the update is sharded. Ranks with equal values
             hold equal shards.
-        update_context: Function that returns a context for an optimizer. Within it, the optimizer holds the shards
-            that this rank updates instead of the full parameters.
-        own_state: Function that returns a context. Within it, state dicts of the module hold only this rank's slices
-            of tensor-parallel layers, and need no communication.
+        update_context: Function that returns a context for an optimizer. Within the context, the optimizer holds the
+            shards that this rank updates instead of the full parameters.
+        own_state: Function that returns a context. Within the context, state dicts of the module contain only this
+            rank's slices of tensor-parallel layers, and need no communication.
         link_bytes_per_s: Bandwidth of a node's link, if the user set it.
         repeats_batch: Whether this rank repeats an earlier batch only to join the other ranks' step, with
             `uneven_batches="join"`. The gradients of a repeated batch do not count.
@@ -57,7 +57,7 @@ class RunStatus:
         num_ranks: Number of ranks on all present hosts of an elastic run, otherwise None.
         gather_over_hosts: Function that gathers a value from each rank of all present hosts of an elastic run, see
             `Views.gather`. None if the run is not elastic.
-        process_second_loader: Function that prepares a loader which a callback reads next to Lightning's own loaders.
+        process_second_loader: Function that prepares a loader that a callback reads in addition to Lightning's own.
             It returns a loader of the same batches, which moves them to the device. None with Lightning's own
             strategies, whose `process_dataloader` does this in every stage.
         user_loader_of: Function that returns the user's loader behind a training loader that the strategy has prepared.
@@ -132,7 +132,7 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     assert module is not None
     status = run_status(trainer)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    # Buffers are left out: the running statistics of BatchNorm differ between ranks until the next forward.
+    # Buffers are left out: the running statistics of BatchNorm differ between ranks until the next forward pass.
     for name, parameter in module.named_parameters():
         # DDP does not average ignored parameters, shards of a DTensor differ, and parameters on `meta` belong to
         # another stage of a pipeline.

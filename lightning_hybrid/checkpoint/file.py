@@ -199,7 +199,7 @@ def _write_error_text(path: Path, cause: OSError) -> str:
         errno.EROFS: "the disk is read-only. Set another directory",
         errno.EACCES: "this user cannot write to the directory. Change its permissions, or set another directory",
     }
-    remedy = "write elsewhere"
+    remedy = "set another directory"
     if cause.errno is not None:
         remedy = remedies.get(cause.errno, remedy)
     remaining = "No incomplete file was left"
@@ -247,9 +247,9 @@ def load_unchecked(
                 reason = "it is not a file written by `torch.save`"
             raise DamagedCheckpointError(_damaged(path, reason)) from error
         raise RefusedCheckpointError(
-            f"`{path}` contains objects of {', '.join(refused_classes)}. Loading such objects can run arbitrary code, "
-            "so the file was not loaded. If you trust the file, set weights_only=False, or call "
-            "torch.serialization.add_safe_globals with these classes first."
+            f"`{path}` contains objects other than tensors and plain data ({', '.join(refused_classes)}). Loading "
+            "such objects can run arbitrary code, so the file was not loaded. If you trust the file, set "
+            "weights_only=False, or call torch.serialization.add_safe_globals with these classes first."
         ) from None
 
 

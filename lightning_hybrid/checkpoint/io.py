@@ -80,7 +80,7 @@ class DurableCheckpointIOMixin(_Base):
         require_positive(
             "timeout_s",
             timeout_s,
-            "it is the time to wait for the disk, in seconds. Set timeout_s=900, for example",
+            "training waits at most this many seconds for the disk. Set timeout_s=900, for example",
         )
         why = "'raise' ends the run if a checkpoint cannot be written, and 'warn' lets the run continue without it"
         require_choice("on_error", on_error, ("raise", "warn"), why)
@@ -234,8 +234,8 @@ def _warn_of_objects(path: Path) -> None:
     classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
     if classes:
         rank_zero_warn(
-            f"The checkpoint `{path}` contains objects of {', '.join(classes)}. As with any strategy, "
-            "fit(ckpt_path=...) and load_from_checkpoint can load this checkpoint only with "
+            f"The checkpoint `{path}` contains objects other than tensors and plain data ({', '.join(classes)}). "
+            "As with any strategy, fit(ckpt_path=...) and load_from_checkpoint can load this checkpoint only with "
             "weights_only=False, or after torch.serialization.add_safe_globals with these classes. To "
             "avoid that, keep such objects out of hyper-parameters "
             "(`save_hyperparameters(ignore=...)`) and out of the `state_dict` of callbacks."

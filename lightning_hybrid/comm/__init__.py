@@ -1,6 +1,6 @@
 """Gradient averaging over all ranks, overlapped with backward.
 
-hook             divides a bucket and submits it to the engine
+hook             scales a bucket and submits it to the engine
 engine/          runs the all-reduce stages of successive buckets at the same time
 topology         describes which ranks share a node
 plan             chooses bucket sizes, and the all-reduce algorithm of each bucket

@@ -80,14 +80,15 @@ class CommPlan:
     one node, CPU, 16-bit or small                    As in the last two rows. Messages sent directly to their
                                                       destination (gloo_p2p.py) take less time than Gloo's ring.
     one node, CPU, fp32 or wider, and large           `flat`. Gloo adds fp32 fast, and its ring copies less.
-    one rank on every node                            `parallel_flat`. There is no hierarchy, but a wire to keep busy.
-    nodes of different size                           `hierarchical`. Shards need equally many ranks on every node.
+    one rank on every node                            `parallel_flat`. There is no hierarchy. Several groups keep the
+                                                      wire busy.
+    nodes of different sizes                          `hierarchical`. Shards need equally many ranks on every node.
     otherwise, below `hierarchical_below_bytes`       `hierarchical`. Latency dominates, and one ring of leaders has
                                                       less of it than one ring per local rank.
     otherwise                                         `two_level`. Bytes dominate, and each rank's link carries a share.
     ================================================  ================================================================
 
-    An algorithm that is set by name is always used, with one exception: on nodes of different size, `flat` replaces
+    An algorithm that is set by name is always used, with one exception: on nodes of different sizes, `flat` replaces
     `two_level`, and `fallback` returns a warning.
 
     A chunk is a slice of a bucket that passes through the all-reduce stages separately, so that one chunk is sent
@@ -138,19 +139,19 @@ class CommPlan:
             self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes"
         )
         make_whole(self, "chunk_bytes", "num_parallel_groups")
-        why = "it is the all-reduce algorithm. Set algorithm='auto' to choose it by bucket size and topology"
+        why = "these are the all-reduce algorithms. Set algorithm='auto' to choose it by bucket size and topology"
         require_choice("algorithm", self.algorithm, ("auto", *get_args(Algorithm)), why)
         _require_bytes(
             "bucket_bytes",
             self.bucket_bytes,
             least=1,
-            cure="it is the maximum size of a bucket. Set 26214400, for example, which is the default of DDP",
+            cure="gradients are fused into buckets of up to this size. Set 26214400, for example, the default of DDP",
         )
         _require_bytes(
             "last_bucket_bytes",
             self.last_bucket_bytes,
             least=1,
-            cure="it is the maximum size of the last bucket. Set the value of `bucket_bytes` for no separate limit",
+            cure="the last bucket is filled up to this size. Set the value of `bucket_bytes` for no separate limit",
         )
         _require_bytes(
             "hierarchical_below_bytes",
@@ -162,15 +163,15 @@ class CommPlan:
             "chunk_bytes",
             self.chunk_bytes,
             least=1,
-            cure="it is the size of a chunk. Set a value above `bucket_bytes` to send each bucket as one chunk",
+            cure="buckets are split into chunks of this size. Set a value above `bucket_bytes` to avoid the split",
         )
         if self.num_buckets is not None:
             why = (
-                "it is the target number of buckets. Set 1 to fill buckets up to `bucket_bytes`, or None to choose "
-                "the number based on the number of nodes"
+                "gradients are fused into about this many buckets. Set 1 to fill buckets up to `bucket_bytes`, or "
+                "None to choose the number based on the number of nodes"
             )
             require_whole("num_buckets", self.num_buckets, why)
-        why = "it says whether ranks check that they submit buckets in the same order. Set True to keep the check"
+        why = "True makes ranks check that they submit buckets in the same order. Set True to keep this check"
         require_choice("check_order", self.check_order, (True, False), why)
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
@@ -436,7 +437,7 @@ class CommPlan:
         unknown = sorted(set(values) - set(field_names))
         if unknown:
             raise ValueError(
-                f"`{unknown[0]}` (={values[unknown[0]]!r}) is not an option of a plan. The options are {field_names}."
+                f"`{unknown[0]}` (={values[unknown[0]]!r}) is not an option of a plan. Use one of {field_names}."
             )
         return cls(**values)
 

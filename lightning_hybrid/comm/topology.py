@@ -186,7 +186,7 @@ class ReplicaSets:
     ((0, 2), (4, 6), (1, 3), (5, 7))
 
     Raises:
-        ValueError: The sets do not hold every rank exactly once, or they are spread over nodes in different ways.
+        ValueError: The sets do not contain every rank exactly once, or they are spread over nodes in different ways.
     """
 
     world: Topology
@@ -282,13 +282,13 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
     Raises:
         ValueError: `ranks_per_node` is not a positive whole number, or does not divide `world_size`.
     """
-    why = "it is the number of ranks on each node. Leave `ranks_per_node` unset to detect the nodes"
+    why = "each node has this number of ranks. Leave `ranks_per_node` unset to detect the nodes"
     require_whole("ranks_per_node", ranks_per_node, why)
     num_left = world_size % ranks_per_node
     if num_left > 0:
         raise ValueError(
             f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}), because "
-            f"otherwise the last node has only {num_left} ranks. Launch a multiple "
+            f"otherwise the last node would have only {num_left} ranks. Launch a multiple "
             f"of {ranks_per_node} ranks, leave `ranks_per_node` unset to detect the nodes, or use the flat ring with "
             "comm=Comm(algorithm='flat')."
         )

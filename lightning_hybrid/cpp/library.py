@@ -127,7 +127,7 @@ def find_compiler() -> tuple[str, ...]:
     """Return the C++ compiler command from `$CXX`, or the first of c++, g++ and clang++ that is installed.
 
     Raises:
-        CannotBuildError: There is no such compiler.
+        CannotBuildError: No C++ compiler was found.
     """
     command = shlex.split(os.environ.get("CXX", ""))
     if command:
@@ -157,7 +157,7 @@ def cache_dir() -> Path:
 def _require_private(folder: Path) -> None:
     """Warn and raise `PermissionError` if other users own a folder or can write to it.
 
-    Code is loaded from the folder.
+    Other users could otherwise replace the code that is loaded from the folder.
     """
     if _is_private(folder):
         return

@@ -8,7 +8,11 @@ from typing import Any
 from lightning_hybrid.strategy.compatibility import CURES, Exclusion, in_callbacks, in_module
 
 EXCLUDED_BY_ELASTIC = (
-    Exclusion("adasum", "elastic", "Adasum needs a power of two of hosts, but a host may fail"),
+    Exclusion(
+        "adasum",
+        "elastic",
+        "Adasum needs a power of two as the number of hosts, but a host may fail",
+    ),
     Exclusion(
         "local steps",
         "elastic",
@@ -32,7 +36,11 @@ EXCLUDED_BY_ELASTIC = (
     Exclusion(
         "extensions", "elastic", "extensions rely on process groups and ranks that do not change"
     ),
-    Exclusion("ranks per node", "elastic", "each host is one node, with all ranks of its launch"),
+    Exclusion(
+        "ranks per node",
+        "elastic",
+        "each host is one node, which contains all ranks that are launched on the host",
+    ),
     Exclusion(
         "inexact resume",
         "elastic",
@@ -59,14 +67,18 @@ EXCLUDED_BY_ELASTIC = (
     Exclusion(
         "global batch",
         "elastic",
-        "it compares the pairs of all ranks, but the ranks change",
+        "the loss compares the pairs of all ranks, but the set of ranks changes",
     ),
     Exclusion(
         "uneven batches",
         "elastic",
-        "the batches of a step are divided among the current hosts, which need equal numbers",
+        "the batches of a step are divided among the current hosts, which need equal numbers of batches",
     ),
-    Exclusion("SyncBatchNorm", "elastic", "it waits for other ranks in the middle of forward"),
+    Exclusion(
+        "SyncBatchNorm",
+        "elastic",
+        "SyncBatchNorm waits for other ranks in the middle of the forward pass",
+    ),
     Exclusion("GradientAccumulationScheduler", "elastic", "a step has max_hosts x devices batches"),
 )
 
@@ -78,7 +90,7 @@ CURES_OF_ELASTIC = {
     "reloaded loaders": "leave `reload_dataloaders_every_n_epochs` out, and change the data set in a hook",
     "inexact resume": "leave `exact_resume` out",
     "accumulation": "leave `accumulate_grad_batches` out, and increase the batch size of the loader",
-    "GradientAccumulationScheduler": "leave the callback out, and increase the batch size of the loader",
+    "GradientAccumulationScheduler": "remove the callback, and increase the batch size of the loader",
 }
 
 

@@ -1,4 +1,4 @@
-"""Flat tensors that hold the gradients or the buffers of a module.
+"""Flat tensors that contain the gradients or the buffers of a module.
 
 The buckets depend only on the parameters, and are used for the first all-reduce in a membership view. DDP's own buckets
 cannot be used for it, because DDP rebuilds them after its first backward. A rank that joins has not run a backward yet,
@@ -77,7 +77,7 @@ class BufferCopy:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # Stored, because a search through all submodules takes long.
+        # Stored, because a search through all submodules takes a long time.
         self._buffer_dicts: list[dict[str, Tensor | None]] = []
         for submodule in module.modules():
             if submodule._buffers:

@@ -38,16 +38,21 @@ class ElasticOptions(OptionValue):
         require_whole(
             "max_hosts",
             self.max_hosts,
-            "it is a number of hosts. Set max_hosts=2, or HYBRID_ELASTIC_MAX_HOSTS",
+            "this many hosts share a step. Set max_hosts=2, for example, or the environment variable "
+            "HYBRID_ELASTIC_MAX_HOSTS",
         )
         why = (
-            f"it is a number of hosts, and the run has at most {self.max_hosts}. Leave it out for 1"
+            f"the run waits until this many of its {self.max_hosts} hosts are present. Leave "
+            "`min_hosts` unset for the default of 1"
         )
         require_whole("min_hosts", self.min_hosts, why)
         if self.min_hosts > self.max_hosts:
             raise ValueError(f"`min_hosts` (={self.min_hosts}) must be at most `max_hosts`: {why}.")
         require_number(
-            "silent_s", self.silent_s, "it is a time in seconds. Leave it out for 2", above=True
+            "silent_s",
+            self.silent_s,
+            "a host that is silent for this many seconds counts as lost. Leave `silent_s` unset for the default of 2",
+            above=True,
         )
         refuse_meeting_points(self.meet)
 
@@ -78,10 +83,10 @@ def refuse_meeting_points(meet: Any) -> None:
 
 
 _RULE = (
-    "must be a list of addresses with ports, the same on all hosts, because each host listens on the first of its "
-    "own addresses."
+    "must be a list of addresses with ports, the same on all hosts, because each host listens on the first address "
+    "that is its own."
 )
-_CURE = 'Set meet="10.0.0.1:29400,10.0.0.2:29400", or set HYBRID_ELASTIC_MEET.'
+_CURE = 'Set meet="10.0.0.1:29400,10.0.0.2:29400", for example, or the environment variable HYBRID_ELASTIC_MEET.'
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
@@ -90,7 +95,7 @@ def _why_no_address(text: str) -> str:
     if "://" in text:
         return f"begins with {text.partition('://')[0]}://, but must not have a scheme"
     if any(character.isspace() for character in text):
-        return "contains blanks, but addresses are separated by commas"
+        return "contains spaces, but addresses are separated by commas"
     host, _, port = text.rpartition(":")
     if not host:
         return "has no port"

@@ -26,7 +26,7 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
     >>> round(corrected, 6), round((1 - corrected) ** 4, 12)
     (0.025996, 0.9)
     """
-    why = "it is the number of micro-batches per step. Pass the value of the Trainer"
+    why = "a step has this many micro-batches. Pass the `accumulate_grad_batches` of the Trainer"
     require_whole("accumulate_grad_batches", accumulate_grad_batches, why)
     if not 0 <= momentum <= 1:
         raise ValueError(

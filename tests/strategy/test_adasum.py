@@ -110,7 +110,7 @@ def refusal_of_three_nodes():
 
 def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
     expected = (
-        "ValueError: `between_nodes` (=Adasum()) requires a power of two as the number of nodes, because "
+        "ValueError: `between_nodes` (=Adasum()) requires that the number of nodes is a power of two, because "
         "Adasum combines nodes in pairs, but the run has 3 nodes."
     )
     for rank, error in enumerate(three_ranks.run(refusal_of_three_nodes)):

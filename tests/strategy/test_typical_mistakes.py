@@ -68,8 +68,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a size with a unit": (
         lambda: CommPlan(bucket_bytes="25MB"),
-        "`bucket_bytes` (='25MB') must be a whole number of bytes, 1 or more: it is the maximum size of a bucket. "
-        "Set 26214400, for example, which is the default of DDP",
+        "`bucket_bytes` (='25MB') must be a whole number of bytes, 1 or more: gradients are fused into "
+        "buckets of up to this size. Set 26214400, for example, the default of DDP",
     ),
     "accumulation by epochs": (
         lambda: train(accumulate_grad_batches={0: 2, 4: 4}),

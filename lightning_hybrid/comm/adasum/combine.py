@@ -57,7 +57,7 @@ def adasum_(
         flat: Gradients of this node, in fp16, bf16, fp32 or fp64.
         numels: Number of elements of each tensor in `flat`, in order. Elements after them, such as the checksum of a
             step, are summed.
-        group: Process group with a power of two of ranks, numbered as the tree combines them.
+        group: Process group whose size is a power of two. Its ranks are numbered in the order of the tree.
         sum_: Function that all-reduces a flat float64 tensor over a group, in place.
     """
     combination = _Combination(flat, numels, group, sum_)
@@ -85,7 +85,7 @@ class _Halves:
 
 @dataclass(frozen=True)
 class _Part:
-    """Part of one tensor that lies in the range that a node combines.
+    """Part of one tensor that is in the range that a node combines.
 
     Attributes:
         tensor: Index of the tensor in the bucket.
@@ -179,7 +179,7 @@ class _Combination:
         return received
 
     def _values_in(self, elements: slice) -> Tensor:
-        """Return the values of some elements of the bucket, which must lie in this node's range."""
+        """Return the values of some elements of the bucket, which must be in this node's range."""
         begin = elements.start - self._range.start
         end = elements.stop - self._range.start
         return self._values[begin:end]
@@ -221,7 +221,7 @@ def _write_products_(
     """
     if segments is not None:
         products_of_segments = inner_products_of_segments(a, b, segments)
-        products.copy_(products_of_segments[:-1])  # the last segment lies after the last tensor
+        products.copy_(products_of_segments[:-1])  # the last segment follows the last tensor
         return
     for part in parts:
         products[part.tensor] = inner_products(a[part.elements], b[part.elements])
@@ -304,7 +304,7 @@ def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segment
 
 
 def _segments(bounds: Sequence[int], elements: slice, device: torch.device) -> Tensor:
-    """Return how many elements of each tensor, and how many after the last tensor, lie in a range."""
+    """Return the number of elements in a range, for each tensor and for the end of the bucket after the last tensor."""
     bounds_in_range = []
     for bound in (*bounds, elements.stop):
         not_below = max(bound, elements.start)
@@ -351,7 +351,7 @@ def _halves(elements: slice, *, is_lower: bool) -> _Halves:
 
 
 def _parts(bounds: Sequence[int], elements: slice) -> Iterator[_Part]:
-    """Yield the part of each tensor that lies in a range."""
+    """Yield the part of each tensor that is in a range."""
     for tensor, (tensor_begin, tensor_end) in enumerate(pairwise(bounds)):
         begin = max(tensor_begin, elements.start)
         end = min(tensor_end, elements.stop)
@@ -388,9 +388,9 @@ def check_adasum_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nod
         or dtype_across_nodes is not None
     ):
         raise ValueError(
-            f"Bucket {bucket.index} (={bucket.algorithm!r} in {bucket.num_chunks} chunks, sent as "
-            f"{dtype_across_nodes} between nodes) must use 'hierarchical', one chunk and its own dtype between nodes "
-            "for Adasum, because node leaders combine whole parameters. Use "
+            f"Bucket {bucket.index} (algorithm {bucket.algorithm!r}, {bucket.num_chunks} chunks, dtype between nodes "
+            f"{dtype_across_nodes}) does not suit Adasum, which needs the algorithm 'hierarchical', one chunk and no "
+            "other dtype between nodes, because node leaders combine whole parameters. Use "
             "HybridAllReduceStrategy(between_nodes=Adasum()), or CommPlan(algorithm='hierarchical', "
             "chunk_bytes=2**50)."
         )
@@ -402,7 +402,7 @@ def refuse_odd_nodes(topology: Topology) -> None:
     The check needs no process group.
 
     Raises:
-        ValueError: The number of nodes is not a power of two, or nodes hold different numbers of ranks. The averages of
+        ValueError: The number of nodes is not a power of two, or nodes have different numbers of ranks. The averages of
             nodes of different sizes would have equal weight.
     """
     num_nodes = topology.num_nodes
@@ -410,7 +410,7 @@ def refuse_odd_nodes(topology: Topology) -> None:
     if not is_power_of_two:
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(
-            "`between_nodes` (=Adasum()) requires a power of two as the number of nodes, because Adasum combines "
+            "`between_nodes` (=Adasum()) requires that the number of nodes is a power of two, because Adasum combines "
             f"nodes in pairs, but the run has {num_nodes} nodes. Launch {below} or {2 * below} nodes, or set "
             "between_nodes=Mean()."
         )

@@ -40,7 +40,7 @@ def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Raises:
         TypeError: The gradients are sparse.
-        ValueError: The nodes or the plan do not fit (see `combine.py`).
+        ValueError: Adasum does not support the nodes or the plan (see `combine.py`).
         RuntimeError: The engine has failed or is closed.
 
     Source: Maleki et al. 2020 (arXiv:2006.02924).

@@ -30,7 +30,7 @@ class Codec:
     Args:
         bits: Number of bits per element. With 4 bits, each block is rotated before it is rounded.
         seed: Seed of the rounding noise and of the rotation's signs. It must be equal on all ranks.
-        error_feedback: Whether the sum of a node is rounded to the nearest code, and the rounding error is added to the
+        error_feedback: Whether the sum of a node is rounded to the nearest code, and the rounding error is added to its
             next sum. If False, rounding is stochastic.
 
     >>> str(Codec(bits=4, seed=1)), Codec(bits=4).message_bytes(2**20) / 2**20
@@ -165,7 +165,7 @@ class Coder:
     def _split_rows(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield one tuple (first block index, elements of `flat`, message) for each row.
 
-        The last row may hold fewer elements.
+        The last row may contain fewer elements.
         """
         row_blocks = rows.shape[-1] // self.codec.message_bytes(BLOCK)
         row_numel = row_blocks * BLOCK
@@ -204,7 +204,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
             problem = f"needs a C++ compiler to be fast on a CPU, but {error}"
-            remedy = "Install one (`apt install g++`), or set the environment variable CXX to it"
+            remedy = "Install a C++ compiler (`apt install g++`), or name one in the environment variable CXX"
             _warn_of_slow_passes(bits, problem, remedy)
     return TorchPasses(bits, signs)
 

@@ -71,7 +71,7 @@ class Blocks:
             self.feedback.encode(flat, self.ids, message, self.coder)
             return
 
-        # Shards of equal size may extend beyond the tensor. There they hold zeros, which are encoded exactly.
+        # Shards of equal size may extend beyond the tensor. The elements there are zeros, which are encoded exactly.
         ids = self.ids
         num_missing = num_blocks_of(flat.numel()) - len(ids)
         if num_missing > 0:

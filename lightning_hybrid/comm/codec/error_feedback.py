@@ -74,7 +74,7 @@ class BucketFeedback:
         residual.encode(flat, ids, message, coder, self.step)
 
     def is_for(self, padded: PaddedBucket, cut: tuple[Any, ...]) -> bool:
-        """Return whether these residuals belong to a bucket, and its ranges are cut in the same way."""
+        """Return whether these residuals belong to a bucket whose ranges are still cut in the same way."""
         return self.padded is padded and self.cut == cut
 
     def _new_residual(self, first: int, num_blocks: int, device: torch.device) -> Residual:

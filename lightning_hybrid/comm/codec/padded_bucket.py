@@ -27,9 +27,10 @@ class PartialBlock:
 class PaddedBucket:
     """Bucket buffer in which each gradient is padded with zeros to a multiple of 256 elements.
 
-    The buffer is reused in each step. Scales and noise belong to a block. With padding, they depend only on the
-    gradient and on the position in it. Without padding, they would depend on the buckets. But DistributedDataParallel
-    uses different buckets in its first step than later, even in a resumed run, and plans split buckets differently.
+    The buffer is reused in each step. Each block has its own scale and noise. With padding, these depend only on the
+    gradient and on the block's position in it. Without padding, they would depend on the buckets. But
+    DistributedDataParallel uses different buckets in its first step than later, even in a resumed run, and plans split
+    buckets differently.
 
     Args:
         numels: Number of elements of each gradient, in the order of the bucket.

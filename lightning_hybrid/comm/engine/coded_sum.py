@@ -106,7 +106,7 @@ def _scatter_and_gather_(
 
 @dataclass(frozen=True)
 class _Shard:
-    """Shard of the tensor, which one rank adds.
+    """Shard of a tensor that one rank sums over all ranks.
 
     Attributes:
         values: View of the shard's elements, which may be empty.

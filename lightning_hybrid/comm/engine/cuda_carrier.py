@@ -2,8 +2,8 @@
 
 By default, a bucket is summed by torch's own all-reduce (cuda_all_reduce.py). An algorithm that was set by name runs
 stage by stage on our own streams (cuda_streams.py). With Gloo, all algorithms run in this way, with synchronous calls,
-because Gloo's asynchronous collectives end in a separate thread. Times of buckets are measured with events if they are
-read (cuda_events.py). The last two modules are imported only if they are needed.
+because Gloo's asynchronous collectives end in a separate thread. Times of buckets are measured with events if a
+timeline or callback reads them (cuda_events.py). The last two modules are imported only if they are needed.
 
 The host never waits for the device. To detect a hang, the watchdog checks four times a second whether the device makes
 progress (health/device_waits.py). A failure is detected one step late, when the weights are already invalid.

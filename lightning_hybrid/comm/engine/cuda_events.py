@@ -19,8 +19,8 @@ from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlight
 from lightning_hybrid.comm.health.device_waits import is_any_captured
 from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
 
-# Maximum number of buckets whose times are passed to the trace at once. It is usually all buckets of a step, but the
-# last bucket of a step may be missing.
+# Maximum number of buckets whose times are passed to the trace at once. Usually all buckets of a step are passed
+# together, but the last bucket of a step may be missing.
 MOST_UNREPORTED = 64
 
 
@@ -93,10 +93,10 @@ class BucketEvents:
         The descriptions are worded as in stage_threads.py.
         """
         if not self.ready.query():
-            self.bucket.chunks[0].place = "waiting for its gradients"
+            self.bucket.chunks[0].place = "waiting for its gradients before the start"
             return
         for chunk in self.bucket.chunks:
-            chunk.place = "through"
+            chunk.place = "past the last stage"
             for stage in self.stages:
                 if stage.chunk is not chunk:
                     continue

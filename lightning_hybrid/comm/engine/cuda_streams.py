@@ -102,7 +102,8 @@ class CudaStreams:
             result.record_stream(streams[-1])
             events.record_done(streams[-1])
             future: Future[Tensor] = Future(devices=[self._device])
-            # This records an event on the current stream. The streams of threads that wait for the future wait for it.
+            # This records an event on the current stream. The streams of threads that wait for the future wait for the
+            # event.
             future.set_result(result)
         return future
 

@@ -89,7 +89,7 @@ class CommEngine:
             different descriptions raise an error.
 
     Raises:
-        ValueError: The plan or the topology differ between ranks. The error is raised on every rank.
+        ValueError: The plan or the topology differs between ranks. The error is raised on every rank.
     """
 
     def __init__(

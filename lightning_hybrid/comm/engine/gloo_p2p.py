@@ -36,7 +36,7 @@ _thread_local = threading.local()
 
 
 def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Reduce a tensor over the group in place, with the sum only on the group's rank 0."""
+    """Sum a tensor over the group in place, with the result only on the group's rank 0."""
     links = _Links(group)
     if links.rank != 0:
         links.send(flat, 0).wait()
@@ -192,7 +192,7 @@ class _Links:
         return works
 
     def receive_rows(self, own: Tensor) -> list[_Row]:
-        """Start receiving a tensor of every other rank, and return the tensors of all ranks in rank order.
+        """Start receiving a tensor from every other rank, and return the tensors of all ranks in rank order.
 
         All receives are posted before the first wait, so that messages can arrive at the same time.
 

@@ -46,7 +46,7 @@ class Chunk:
     bucket: InFlightBucket
     part: Tensor
     job: Job
-    place: str = "waiting for its first stage"
+    place: str = "waiting for the first stage"
     checksum: int | None = None
     is_last: bool = False
     _copy: ChecksummedCopy | None = None
@@ -153,7 +153,7 @@ class InFlightBucket:
         last_bytes = parts[-1].numel() * self.flat.element_size()
         is_last_long = last_bytes > CHECKSUMMED_BYTES_LIMIT and not self.adasum_numels
         if checksum is not None and self.is_coded:
-            # The checksum has its own chunk, which holds no elements of the bucket.
+            # The checksum has its own chunk, which contains no elements of the bucket.
             parts.append(self.flat[self.flat.numel() :])
         elif checksum is not None and is_last_long:
             # The chunk with the checksum is copied. An additional short message takes less time than copying more.
@@ -316,7 +316,10 @@ class FailureLatch:
         """
         with self.lock:
             if not self.error:
-                self.error = f"{error} The gradients of this step are lost, and the engine accepts no more buckets."
+                self.error = (
+                    f"{error} The gradients of this step are lost, and the communication engine accepts no more "
+                    "buckets."
+                )
                 self.cause = cause
             lost = list(self.in_flight)
             self.in_flight = {}

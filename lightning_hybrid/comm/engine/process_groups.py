@@ -39,8 +39,8 @@ class CommGroups:
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
         # Groups by their ranks. The value is None if the group exists but does not include this rank.
         self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        # Each stage has its own groups. Gloo matches collectives only by their order. If two stages shared a group, it
-        # could silently add the wrong tensors.
+        # Each stage has its own groups. Gloo matches collectives only by their order. If two stages shared a group,
+        # Gloo could silently add the wrong tensors.
         self._owned: list[dist.ProcessGroup] = []
         all_ranks = tuple(range(topology.world_size))
         # If the default group is used, our all-reduces and DDP's own collectives, such as that of

@@ -173,7 +173,7 @@ class StageThreads:
     def _serve(self, stage_thread: StageThread) -> None:
         for chunk in iter(stage_thread.queue.get, None):
             self._pass_through(stage_thread, chunk)
-            # This follows after the chunk was passed on, so that equal counts mean that the stage is idle.
+            # The chunk is counted after it was passed on, so that equal counts mean that the stage is idle.
             stage_thread.num_done += 1
             del chunk  # a waiting thread must not keep gradients alive
         if stage_thread.successor is not None:
@@ -184,7 +184,7 @@ class StageThreads:
             return
         successor = stage_thread.successor
         if successor is None:
-            chunk.place = "through"
+            chunk.place = "past the last stage"
             self._end_chunk(chunk)
             return
         chunk.place = f"waiting for stage `{successor.stage.name}`"

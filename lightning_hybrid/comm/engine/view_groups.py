@@ -37,7 +37,8 @@ from lightning_hybrid.comm.topology import Topology
 # Time limit of one request to the store of a view.
 STORE_LIMIT = timedelta(seconds=10)
 
-# Seconds to wait for a group that is being created when its view ends. After that, creation is left to its timeout.
+# Seconds to wait for a group that is being created when its view ends. After that, the creation ends by its own
+# timeout.
 CONNECT_LIMIT_S = 0.5
 
 _PATIENCE = timedelta(seconds=CONNECT_LIMIT_S / 2)
@@ -180,7 +181,7 @@ class ViewGroups(CommGroups):
         Collective: every rank of the view must call it, in the same order.
 
         Raises:
-            RuntimeError: The view has ended meanwhile.
+            RuntimeError: The view has ended in the meantime.
         """
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -192,7 +193,7 @@ class ViewGroups(CommGroups):
         Collective: every rank of the view must call it, in the same order.
 
         Raises:
-            RuntimeError: The view has ended meanwhile.
+            RuntimeError: The view has ended in the meantime.
         """
         if self.world is not None:
             self._wait(self._all.allreduce([tensor]))

@@ -23,7 +23,7 @@ ABORT_LIMIT_S = 5.0
 # Backends that wait on the host. All others count as device backends, because torch has given NCCL several names.
 _HOST_BACKENDS = ("gloo", "mpi", "fake")
 
-_UNUSED_TAG = 0x4C48  # message tag that no rank ever sends with
+_UNUSED_TAG = 0x4C48  # message tag that is never used for sending
 
 
 def abort_all(*, limit_s: float) -> list[str]:

@@ -289,7 +289,7 @@ def _describe_different_order(statuses: Mapping[int, RankStatus]) -> str | None:
     distinct_counts = {num_submitted for num_submitted, _ in ranks_by_order}
     if len(ranks_by_order) > len(distinct_counts):  # Equal counts must have equal hashes.
         groups = sorted(ranks_by_order.values(), key=lambda ranks: (-len(ranks), ranks))
-        record = "different buckets, longer ago than is recorded,"
+        record = "a different bucket (too long ago to be named)"
         return _describe_orders([(record, ranks) for ranks in groups])
     return None
 

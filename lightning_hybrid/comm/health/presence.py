@@ -1,4 +1,4 @@
-"""Liveness checks through the store, for when a rank has waited a long time for a bucket.
+"""Liveness checks through the store, used when a rank has waited a long time for a bucket.
 
 With Gloo, a dead rank's connections break and the collective raises an error. An NCCL kernel that waits for a dead rank
 on the same node waits forever. Therefore a rank that has waited for some seconds writes a numbered question to the

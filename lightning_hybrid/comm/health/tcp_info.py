@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _ESTABLISHED = 1  # TCP_ESTABLISHED of linux/tcp.h
-# Number of bytes of `struct tcp_info` that are requested; older kernels return fewer.
+# Number of bytes of `struct tcp_info` that are requested. Older kernels return fewer.
 _NUM_BYTES = 192
 
 # Offsets of 32-bit fields of `struct tcp_info` in linux/tcp.h.

@@ -42,7 +42,7 @@ def place_of_error(error: BaseException) -> str:
 
 def _place_of(frame: FrameType | None) -> tuple[str, bool]:
     if frame is None:
-        return "at an unknown place", False
+        return "at an unknown location in the code", False
     is_inside = _is_in_collective(frame.f_code)
 
     # The name of the collective is that of the outermost frame in torch.distributed, except torch's decorator.
@@ -56,7 +56,7 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
     while caller is not None and caller.f_back is not None and _is_library(caller.f_code):
         caller = caller.f_back
     if caller is None:
-        return "at an unknown place", False
+        return "at an unknown location in the code", False
 
     file_name = os.path.basename(caller.f_code.co_filename)
     location = f"`{caller.f_code.co_name}` ({file_name}:{caller.f_lineno})"

@@ -217,8 +217,8 @@ class Watchdog:
     def _fail_without_store(self, error: Exception) -> None:
         self._is_cut_off = True
         self._watched.trip(
-            f"{self._store_failed(error)}. Rank {self._rank} noticed it (state: {self._watched.status().place}; error: "
-            f"{short(error)}).{places_of([0, self._rank], self._hosts)}"
+            f"{self._store_failed(error)}. Rank {self._rank} detected this (state: {self._watched.status().place}; "
+            f"error: {short(error)}).{places_of([0, self._rank], self._hosts)}"
         )
 
     def _check_presence(self, stalled_s: float) -> None:

@@ -1,7 +1,8 @@
 """Communication counters, and an optional timeline in Chrome's trace format.
 
 `CommTrace(keep_events=True)` records every bucket and stage, and writes a timeline for Perfetto
-(https://ui.perfetto.dev) or Chrome (chrome://tracing). It has one process per rank, and one row per stage and column.
+(https://ui.perfetto.dev) or Chrome (chrome://tracing). The timeline has one process per rank, and one row per stage and
+column.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
         self.sock = sock
         self._thread = thread
         self.since_s = monotonic()
-        self.peer = "a stranger"
+        self.peer = "an unknown process"
         self.is_trusted = False
         self.is_connected = False
         self._received = b""
@@ -168,7 +168,7 @@ class SocketThread:
         # If forked workers kept the sockets open, other ranks would not notice the death of this process.
         os.register_at_fork(after_in_child=_closer(weakref.ref(self)))
 
-    # ---- what differs ------------------------------------------------------------------------------------------------
+    # ---- overridden by subclasses ------------------------------------------------------------------------------------
 
     def greet(self, connection: Connection, message: dict[str, Any]) -> None:
         """Process the first message of a connection, which the base class always rejects.

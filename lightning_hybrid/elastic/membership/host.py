@@ -180,7 +180,7 @@ class Host(SocketThread):
                     f"the process that listens at {address} is not a host of an elastic run"
                 )
             else:
-                texts.append(f"nobody answers at {address}")
+                texts.append(f"no process answers at {address}")
         if self._meet_index is None:
             ip = address_of(self.key).rpartition(":")[0]
             texts.append(

@@ -171,7 +171,7 @@ class ViewChange:
         kind = message["kind"]
         if kind == "excluded" and message["number"] > self.number:
             others = names_of(message["hosts"])
-            self._isolate(f"{others} continue without this host: {message['why']}")
+            self._isolate(f"the run continues on {others} without this host: {message['why']}")
         elif kind == "stop" and message["number"] == self.number:
             self.end_view(message["why"])
         elif kind in ("ready", "propose"):
@@ -261,7 +261,7 @@ class ViewChange:
             return
         knows_a_view = bool(self.hosts or self.attempts)
         if knows_a_view and self.me not in hosts:
-            self._isolate(f"{names_of(hosts)} continue without this host")
+            self._isolate(f"the run continues on {names_of(hosts)} without this host")
             return
 
         self.number = number
@@ -335,7 +335,7 @@ class ViewChange:
         if offer is None:
             return
         if not self._is_acceptable(offer, head):
-            self._send([head], **self._ready())  # this informs the head what to propose
+            self._send([head], **self._ready())  # this tells the head what to propose
             return
 
         # Hosts that are left out are informed now and not at the installation, so that they know before they can see
@@ -429,7 +429,7 @@ class ViewChange:
                 steps[host] = self.lobby[host]
         reasons = list(self.reasons)
         if joining and self.hosts:
-            reasons.append(f"{names_of(joining)} joins")
+            reasons.append(f"{names_of(joining)} will join")
         self.proposal = {
             **wanted,
             "kind": "propose",
@@ -468,7 +468,7 @@ class ViewChange:
             if not losses:
                 losses = ["a host was lost"]
             reason = " and ".join(losses)
-            self.end_view(f"{reason} meanwhile")
+            self.end_view(f"{reason} in the meantime")
         self._admit()
 
     def _admissible(self, hosts: Iterable[str]) -> list[str]:
@@ -485,7 +485,7 @@ class ViewChange:
             return
         waiting = self._admissible(living)
         if waiting:
-            self.end_view(f"{names_of(waiting)} joins")
+            self.end_view(f"{names_of(waiting)} will join")
 
     def _exclude(self, hosts: list[str], number: int, others: list[str]) -> None:
         """Inform hosts that the next view, which consists of `others`, leaves them out."""

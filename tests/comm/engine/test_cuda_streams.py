@@ -392,7 +392,7 @@ def test_a_bucket_that_hangs_is_seen_by_its_events_with_the_stage_in_which_it_is
     step(engine, buffers)
     issued = engine._carrier._issued._issued[0]
     for through, expected in (
-        (cuda.num_through, "waiting for its gradients"),
+        (cuda.num_through, "waiting for its gradients before the start"),
         (issued.ready.number, "in stage `reduce`"),
         (issued.stages[0].end.number, "in stage `ring`"),
     ):

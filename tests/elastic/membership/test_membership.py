@@ -105,7 +105,7 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
     (both,) = hosts.all("next_view", a, committed=9)
     assert both == joining.result(20)
     assert (both.hosts, both.target, both.donors) == (("a", "d"), 9, (a.me.id,))
-    assert (both.behind, both.reasons) == ((d.me.id,), ("host d joins",))
+    assert (both.behind, both.reasons) == ((d.me.id,), ("host d will join",))
 
 
 def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monkeypatch):

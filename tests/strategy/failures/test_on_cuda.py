@@ -26,7 +26,10 @@ from lightning_hybrid.strategy.failures.failure_reports import (
 from lightning_hybrid.strategy.local_steps import extension as local_steps
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
-CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and the engine accepts no more buckets."
+CAUSE = (
+    "comm: rank 2 does not answer. The gradients of this step are lost, and the communication engine accepts no more "
+    "buckets."
+)
 
 
 def strategy_on(device_type):
