@@ -205,7 +205,7 @@ def _write_error_text(path: Path, cause: OSError) -> str:
     remaining = "No incomplete file was left"
     if path.exists():
         remaining = "The previous checkpoint at this path is undamaged"
-    return f"`{path}` was not written ({cause.strerror}): {remedy} (`dirpath` of ModelCheckpoint). {remaining}."
+    return f"`{path}` was not written ({cause.strerror or cause}): {remedy} (`dirpath` of ModelCheckpoint). {remaining}."
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

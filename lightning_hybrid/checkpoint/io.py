@@ -21,6 +21,7 @@ from lightning_hybrid.checkpoint.file import (
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.checkpoint.writer_thread import WriterThread
 from lightning_hybrid.checks import plain_value, require_choice, require_positive, require_whole
+from lightning_hybrid.formatting import counted
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 if TYPE_CHECKING:
@@ -194,10 +195,11 @@ class DurableCheckpointIOMixin(_Base):
             self._raise(self._too_slow())
 
     def _too_slow(self) -> CheckpointWriteError:
+        waiting = counted(self._thread.num_jobs, "checkpoint")
         return CheckpointWriteError(
-            f"`timeout_s` (={self.timeout_s:g}) has passed, but {self._thread.num_jobs} checkpoints have not been "
-            "written, because the disk does not respond or is too slow. Earlier checkpoints are undamaged. Save "
-            "less often, increase `timeout_s`, or check the disk."
+            f"`timeout_s` (={self.timeout_s:g}) has passed before the disk has stored {waiting}, because it does not "
+            "respond or is too slow. Earlier checkpoints are undamaged. Save less often, increase `timeout_s`, or "
+            "check the disk."
         )
 
     # ---- errors ----------------------------------------------------------------------------------------------------

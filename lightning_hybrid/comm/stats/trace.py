@@ -356,7 +356,7 @@ class CommTrace:
         except OSError as error:
             warnings.warn(
                 f"`report.trace_dir` (={folder}) contains no timeline of this rank, because {path} could not be "
-                f"written ({error.strerror}). Set a folder to which every rank can write.",
+                f"written ({error.strerror or error}). Set a folder to which every rank can write.",
                 stacklevel=2,
             )
 
