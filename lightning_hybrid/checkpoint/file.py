@@ -205,7 +205,8 @@ def _write_error_text(path: Path, cause: OSError) -> str:
     remaining = "No incomplete file was left"
     if path.exists():
         remaining = "The previous checkpoint at this path is undamaged"
-    return f"`{path}` was not written ({cause.strerror or cause}): {remedy} (`dirpath` of ModelCheckpoint). {remaining}."
+    reason = cause.strerror or cause
+    return f"`{path}` was not written ({reason}): {remedy} (`dirpath` of ModelCheckpoint). {remaining}."
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
