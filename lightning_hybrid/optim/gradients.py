@@ -85,8 +85,10 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
     It is a 0-dim float32 tensor on their device.
     """
-    extremes: list[Tensor] = []
     non_empty = [tensor for tensor in tensors if tensor.numel()]
+    if not non_empty:
+        return torch.zeros((), device=tensors[0].device)
+    extremes: list[Tensor] = []
     if tensors[0].device.type == "cpu":
         # This takes one pass, while torch's inf-norm takes 20 times as long on a CPU. Minimum and maximum propagate
         # nan.
@@ -94,8 +96,6 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
             extremes.extend(torch.aminmax(tensor))
     else:
         extremes.extend(torch._foreach_norm(non_empty, torch.inf))
-    if not extremes:
-        return torch.zeros((), device=tensors[0].device)
     # The results are stacked, so that one test is enough for all tensors.
     return (~torch.isfinite(torch.stack(extremes)).all()).float()
 

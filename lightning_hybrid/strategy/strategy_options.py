@@ -244,6 +244,11 @@ def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
             f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) both set the bucket "
             "size. Set only `comm.bucket_bytes`."
         )
+    if comm.plan is not None:
+        raise ValueError(
+            f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.plan` both set the bucket size. Leave `bucket_cap_mb` out, "
+            "or set `bucket_bytes` of the plan."
+        )
     why = "it is the size of a bucket in MiB, and DistributedDataParallel's default is 25"
     require_number("bucket_cap_mb", bucket_cap_mb, why, above=True)
     return replace(comm, bucket_bytes=int(bucket_cap_mb * 2**20))

@@ -160,6 +160,10 @@ def suffixes_of(prefix):
             {"comm": Comm(bucket_bytes=2**20), "bucket_cap_mb": 1},
             r"`bucket_cap_mb` \(=1\) and `comm.bucket_bytes` \(=",
         ),
+        (
+            {"comm": Comm(plan=CommPlan()), "bucket_cap_mb": 1},
+            r"`bucket_cap_mb` \(=1\) and `comm.plan` both .* Leave `bucket_cap_mb` out",
+        ),
         ({"bucket_cap_mb": "25 MB"}, r"`bucket_cap_mb` \(='25 MB'\) must be a number in \(0, inf"),
         ({"bucket_cap_mb": 0}, r"`bucket_cap_mb` \(=0\) must be a number in \(0, inf"),
         (
