@@ -108,7 +108,7 @@ class ErrorFeedbackExtension(FitExtension):
 
     Args:
         fit: The description of the training run.
-        saves: Whether checkpoints hold the residuals. An elastic run does not save them and begins with zeros.
+        saves: Whether checkpoints contain the residuals. An elastic run does not save them and begins with zeros.
     """
 
     def __init__(self, fit: FitContext, *, saves: bool = True) -> None:

@@ -32,7 +32,7 @@ class LoopReader:
     seed: int
     accumulate_grad_batches: int = 1
     sets_epochs: bool = True  # because Fabric counts iterations from 0 after a resume
-    reads_to_end: bool = True  # because a `for` loop asks for a batch after the last one
+    reads_to_end: bool = True  # because a `for` loop requests a batch after the last one
     stays_in_epoch: bool = False
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
