@@ -148,7 +148,7 @@ class FabricHybridAllReduce(_Base):
         self._engines: list[CommEngine] = []
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # one for each engine
         self._modules = LivingModules()  # modules that were set up
-        # Each module that was set up, with the `id`s of its parameters, until it is dead on all ranks.
+        # Each module that was set up, with the `id`s of its parameters, until it no longer exists on any rank.
         self._parameters_of: list[tuple[weakref.ref[nn.Module], set[int]]] = []
         self._has_new_module = False  # set up since the last backward, in addition to others
         self._joined_steps: JoinedSteps | None = None  # with `uneven_batches="join"`
@@ -309,7 +309,7 @@ class FabricHybridAllReduce(_Base):
         self._wrapper_of = wrapper_of
 
     def _forget_modules(self, are_dead: Sequence[bool]) -> None:
-        """Drop the loss scales of the modules that are dead on all ranks."""
+        """Drop the loss scales of modules that no longer exist on any rank."""
         dead: set[int] = set()
         living: set[int] = set()
         remaining = []

@@ -249,7 +249,7 @@ def _await_result(
         names.wait(["result"], timedelta(seconds=remaining_s))
         result = names.get("result").decode()
         names.add("read", 1)
-    except RuntimeError as error:  # of the store
+    except RuntimeError as error:  # raised by the store
         raise RendezvousError(_no_answer(where, rank, timeout)) from error
     if result == _ALL_CAME:
         return ""

@@ -85,7 +85,7 @@ class LoopLoaders:
         return exact_loader
 
     def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return a checkpoint state in which each data loader is replaced by its state dicts on all ranks.
+        """Return a checkpoint state in which each data loader is replaced by its state dicts from all ranks.
 
         Collective if there is a loader: every rank must call it.
         """

@@ -139,7 +139,7 @@ class SigtermOnAnyRank:
         raise self.error_of_this_rank
 
     def end(self) -> None:
-        """Restore the method with which Lightning's loop asks rank zero for its signal."""
+        """Restore Lightning's own method of announcing rank zero's signal."""
         if self._announces:
             self._announces = False
             vars(self._loop).pop("_broadcast_sigterm_tensor", None)
