@@ -206,8 +206,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             return
         raise RuntimeError(
             f"{type(optimizer).__name__}.step found no gradient, because `fabric.backward(loss)` was not called after "
-            "forward. Forward uses half-precision copies of the parameters, so `torch.autograd.grad` with respect to "
-            "the parameters themselves returns None. Call `fabric.backward(loss)` and read `p.grad`."
+            "the forward pass. This pass uses half-precision copies of the parameters, so `torch.autograd.grad` with "
+            "respect to the parameters themselves returns None. Call `fabric.backward(loss)` and read `p.grad`."
         )
 
     def _step_on_closure(

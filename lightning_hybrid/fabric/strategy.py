@@ -109,7 +109,7 @@ class FabricHybridAllReduce(_Base):
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
 
-    # Both classes belong to the same import name of Fabric as the strategy.
+    # The classes in `flavours/` set both to the classes for their own Fabric package.
     _precision_type: type[FabricMasterWeightMixin]
     _checkpoint_io_type: type
     checkpoint_io = durable_by_default
@@ -148,9 +148,9 @@ class FabricHybridAllReduce(_Base):
         self._engines: list[CommEngine] = []
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # one for each engine
         self._modules = LivingModules()  # modules that were set up
-        # Each module that was set up, with the `id`s of its parameters, until it is dead on all ranks.
+        # Each module that was set up, with the `id`s of its parameters, until it no longer exists on any rank.
         self._parameters_of: list[tuple[weakref.ref[nn.Module], set[int]]] = []
-        self._has_new_module = False  # since the last backward, besides other modules
+        self._has_new_module = False  # set up since the last backward, in addition to others
         self._joined_steps: JoinedSteps | None = None  # with `uneven_batches="join"`
         self._agreements: list[BatchAgreement] = []  # one for each joined loader
         # DDP wrapper of each parameter whose gradient it averages, by the parameter's `id`.
@@ -271,7 +271,7 @@ class FabricHybridAllReduce(_Base):
         """Close the engines and drop the loss scales of models that no longer exist on any rank.
 
         Collective if there are engines: every rank must call it, in the same order. Ranks free their wrappers and
-        modules at different times, and agree here on those to drop.
+        modules at different times, so they agree here on which of them to drop.
         """
         if not self._engines:
             return
@@ -309,7 +309,7 @@ class FabricHybridAllReduce(_Base):
         self._wrapper_of = wrapper_of
 
     def _forget_modules(self, are_dead: Sequence[bool]) -> None:
-        """Drop the loss scales of the modules that are dead on all ranks."""
+        """Drop the loss scales of modules that no longer exist on any rank."""
         dead: set[int] = set()
         living: set[int] = set()
         remaining = []
@@ -384,7 +384,7 @@ class FabricHybridAllReduce(_Base):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass like DDP, with a weighted loss if the batch is from a joined loader."""
         if self._has_new_module:
-            # At the latest now, a loop over several models has released the previous one.
+            # By now, a loop that trains one model after another has released the previous one.
             self._has_new_module = False
             self._close_unused_engines()
 

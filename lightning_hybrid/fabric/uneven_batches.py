@@ -242,8 +242,8 @@ class ResumableJoinedLoader(JoinedLoopLoader):
             raise ValueError(
                 f"{OPTION} needs the same number of ranks as the checkpoint (={state_dict['world_size']}, now "
                 f"{reader.world_size}) to finish the epoch, because the loader of {name_ranks(ended)} had ended, but "
-                f"other loaders had not. Resume on {state_dict['world_size']} ranks, or from a checkpoint of the end "
-                "of an epoch."
+                f"other loaders had not. Resume on {state_dict['world_size']} ranks, or from a checkpoint that was "
+                "saved at the end of an epoch."
             )
         reader.stays_in_epoch = reader.rank in ended
 
@@ -281,7 +281,7 @@ def samples_in(batch: Any, count_samples: Callable[[Any], int] | None) -> int:
     """
     if count_samples is not None:
         number = count_samples(batch)
-        why = "the gradients of a rank are weighted by it. Return 0 for a batch that must not count"
+        why = "the gradients of a rank are weighted by this number. Return 0 for a batch that must not count"
         require_whole("count_samples(batch)", number, why, least=0, unit="samples")
         return number
     for leaf in leaves(batch):

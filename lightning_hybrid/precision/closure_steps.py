@@ -21,9 +21,9 @@ class _StepSkipped(Exception):  # noqa: N818  no error
 class ClosureStep:
     """Optimizer step that evaluates the loss through a closure and handles overflows.
 
-    If the gradients of the first evaluation overflow and no weight has changed since the step began, the step is
-    skipped by an exception that leaves the optimizer. If weights have changed, as in SAM's second evaluation, leaving
-    the optimizer would keep the changed weights. In this case the closure is evaluated again, with a lower loss scale.
+    If the gradients of the first evaluation overflow and no weight has changed since the step began, an exception exits
+    the optimizer, and the step is skipped. If weights have changed, as in SAM's second evaluation, an exception would
+    leave the changed weights in place. In this case the closure is evaluated again, with a lower loss scale.
 
     Args:
         window: Half-precision window, which must be closed.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# The search costs one more pass over the copies, so it runs only on some of the occasions when a window closes.
+# The search costs one more pass over the copies, so it does not run every time that a window closes.
 NUM_FIRST_CLOSINGS = 8
 EVERY_CLOSINGS = 100
 
@@ -17,9 +17,9 @@ IsReady = Callable[[], bool]
 class WriteSearch:
     """Asynchronous detector of half-precision parameters that user code has modified during a step.
 
-    When a window closes on a GPU, the host copies writes to the fp32 values without knowing whether there are any. On
-    some of these occasions, the detector counts the differing elements of each copy on the GPU and sends the counts to
-    the host, where they are read the next time that a window closes. The host never waits for them.
+    When a window closes on a GPU, writes are copied to the fp32 values, but the host does not know whether there were
+    any. On some of these occasions, the detector counts the differing elements of each copy on the GPU and sends the
+    counts to the host, where they are read the next time that a window closes. The host never waits for them.
     """
 
     def __init__(self) -> None:

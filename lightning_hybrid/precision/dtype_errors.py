@@ -1,6 +1,6 @@
 """Detection of errors that are caused by half-precision dtypes, with a note on how to fix them.
 
-Trained parameters are in half precision inside of a step. An operation that does not support half precision, or that
+Trained parameters are in half precision inside a step. An operation that does not support half precision, or that
 needs equal dtypes, then raises an error which does not name this cause.
 """
 
@@ -54,7 +54,7 @@ def is_about_half_precision(message: str) -> bool:
     Some messages are the same if an integer tensor is the cause, such as "Expected self.dtype to be equal to
     src.dtype". They count as messages about half precision.
     """
-    # Words that belong together are in the same line. Other lines of the message may be a traceback or user code.
+    # Words that belong together are on the same line. Other lines of the message may be a traceback or user code.
     lines = _TENSOR_DESCRIPTION.sub("", message).splitlines()
     return any(_refuses_half(line) or _compares_unnamed_dtypes(line) for line in lines)
 
@@ -78,8 +78,8 @@ def add_cure(error: BaseException, precision: object) -> None:
     """Add a note that explains cause and fix to an error, if the error is about half-precision dtypes.
 
     If the traceback contains a module with trained half-precision parameters, the note names the module type to keep in
-    fp32. So the function must be called while the parameters are in half precision. An error that has a note already is
-    not changed.
+    fp32. The function must therefore be called while the parameters are in half precision. An error that already has
+    the note is not changed.
 
     >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Half")
     >>> add_cure(error, "16-true")

@@ -1,6 +1,6 @@
 """Conversion of scaled half-precision gradients to unscaled fp32 gradients around each backward pass.
 
-    before      p.grad   fp32, unscaled, or None                      gradient of the user
+    before      p.grad   fp32, unscaled, or None                      earlier gradient
     backward    p.grad   half precision, times the loss scale         in DDP's buckets
     after       p.grad   fp32, unscaled                               sum of both
 
@@ -162,7 +162,7 @@ class BackwardGradients:
             parameter.grad = gradient
 
     def with_outside_terms(self, loss: Tensor) -> Tensor:
-        """Return the loss with edges from terms of the fp32 parameters to the half-precision parameters.
+        """Return the loss, with terms of the fp32 parameters connected to the half-precision parameters.
 
         A loop may compute loss terms outside of a forward pass, such as a weight penalty. Their graph leads to the fp32
         tensors, which DDP does not know. Therefore a backward pass to these tensors runs first. It visits only the

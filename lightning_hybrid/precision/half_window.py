@@ -46,7 +46,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
-    """Switch for all parameters of a module between fp32 values and half-precision copies.
+    """Switch that changes all parameters of a module between fp32 values and half-precision copies.
 
     While the window is open, the parameters are in half precision. While it is closed, they are in fp32.
 
@@ -55,14 +55,15 @@ class HalfPrecisionWindow:
     modules, buffers, and during training frozen parameters. A parameter that several modules share keeps its dtype if
     one of these modules requires it.
 
-    A trained parameter that the user has created in half precision is fp32 until `end`.
+    A trained parameter that the user has created in half precision is in fp32 until `end` is called.
 
     Args:
         module: Module with its final values. `add` adds further modules.
         dtype: `torch.float16` or `torch.bfloat16`.
         keep_fp32: Module types whose own parameters stay in fp32. Their submodules are converted.
         frozen: Whether parameters that do not require gradients have a half-precision copy as well. It must be False
-            during training, because teachers and averages are updated in steps that half precision would round away.
+            during training, because teacher networks and averaged weights change by amounts that half precision would
+            round away.
         on_meta: Whether parameters on the meta device have a half-precision copy as well. During training these belong
             to other pipeline stages.
     """
@@ -149,7 +150,7 @@ class HalfPrecisionWindow:
         is_kept_type = isinstance(
             module, (*NORMALIZATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32)
         )
-        # With `max_norm`, the forward writes the weight.
+        # With `max_norm`, the forward pass changes the weight.
         is_written_in_forward = getattr(module, "max_norm", None) is not None
         return is_kept_type or is_written_in_forward or is_reparametrized(module)
 
@@ -200,7 +201,7 @@ class HalfPrecisionWindow:
             return
         for prepare in self.before_open:
             prepare()
-        # Set first, because an interrupt may occur when only some copies are shown.
+        # The flag is set first, because an interrupt may occur when only some parameters are switched.
         self.is_open = True
         cast_(self.pairs.values())
         self._exchange()
@@ -304,7 +305,7 @@ class HalfPrecisionWindow:
 
         Args:
             module: Module with the parameters.
-            ignored: Names of parameters that DDP ignores. They are not copied.
+            ignored: Names of parameters that DDP ignores. They are not broadcast.
         """
         values = []
         for name, parameter in module.named_parameters():

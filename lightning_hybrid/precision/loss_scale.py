@@ -236,7 +236,7 @@ class DynamicLossScale(LossScale):
         )
         self._is_starting = self._is_starting & found_inf
         self._has_fallen = falls
-        # On a CPU the host can read without a wait that the first steps are over.
+        # On a CPU the host can check without waiting whether the first steps are over.
         if scale.device.type == "cpu" and not self._is_starting:
             self._num_looks = 0
         else:
@@ -270,7 +270,7 @@ class DynamicLossScale(LossScale):
         hysteresis_left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
         self.hysteresis_left = torch.full_like(self.hysteresis_left, hysteresis_left)
         has_fallen = bool(state.get("has_fallen", 0))
-        # It is True in states from before the first step, such as the first host's state in an elastic run.
+        # The flag is True in states from before the first step, such as the first host's state in an elastic run.
         is_starting = has_fallen or bool(state.get("is_starting", 0))
         self._num_looks = 0
         if is_starting:
@@ -289,11 +289,9 @@ def _check_rule(
         "an overflow must lower the scale, or every later step overflows too. Use 0.5, for example"
     )
     require_number("backoff_factor", backoff_factor, reason, high=1, above=True)
-    reason = "it is the number of clean steps before the scale grows. Use 2000, for example"
+    reason = "the scale grows after this number of clean steps. Use 2000, for example"
     require_whole("growth_interval", growth_interval, reason, unit="steps")
-    reason = (
-        "it is the number of overflows that lower the scale. Use 1 to lower it at each overflow"
-    )
+    reason = "the scale falls after this number of overflows. Use 1 to lower it at each overflow"
     require_whole("hysteresis", hysteresis, reason, unit="overflows")
 
 
@@ -348,7 +346,7 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
 def _check_power_of_two(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ValueError(
-            f"`{name}` (={value!r}) must be a positive power of two. Set 1024, for example."
+            f"`{name}` (={value!r}) must be a positive power of two, such as 0.5 or 1024."
         )
     lower = 2.0 ** math.floor(math.log2(value))
     if value != lower:

@@ -42,8 +42,8 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
 def evaluates_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call the closure in the middle of its step to evaluate the loss.
 
-    torch's optimizers except LBFGS do not, nor do optimizers that declare a feature of this module. They call the
-    closure once at the beginning of a step.
+    torch's optimizers other than LBFGS do not, and neither do optimizers that declare a feature of this module. They
+    call the closure once at the beginning of a step.
     """
     if isinstance(optimizer, LBFGS):
         return True

@@ -28,7 +28,7 @@ _BLOCK_ON_DEVICE = 1 << 26
 """Number of elements compared at a time on other devices, where a block takes 128 MiB of memory."""
 
 _HOST_DEVICES = {"cpu"}
-"""Types of devices on which a closing waits for the comparison of a copy and its fp32 value."""
+"""Device types on which switching back to fp32 waits for the comparison of a copy and its fp32 value."""
 
 
 class ParameterPair:
@@ -40,8 +40,8 @@ class ParameterPair:
         dtype: `torch.float16` or `torch.bfloat16`.
 
     Attributes:
-        was_written: Whether user code was detected to write the copy, whose values are rounded. Known on a CPU only. On
-            other devices `WriteSearch` detects writes.
+        was_written: Whether user code has written the copy, whose values are rounded. It is set on a CPU only. On other
+            devices `WriteSearch` detects writes.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -85,7 +85,7 @@ class ParameterPair:
         self._exchange()
         self.show_gradient(gradient)
         # `copy.deepcopy` and `pickle` use attributes of the object before those of its class. With these, a copy made
-        # inside of a step is fp32.
+        # inside a step is in fp32.
         vars(self.parameter)["__deepcopy__"] = self._deepcopy
         vars(self.parameter)["__reduce_ex__"] = self._reduce_ex
 
@@ -208,7 +208,7 @@ class ParameterPair:
             cast: fp32 value rounded to half precision, if the caller has computed it.
         """
         half = self.half.detach()
-        # Usually the values that are written are unchanged. With `data`, a graph that uses the fp32 value stays valid.
+        # Usually the written values equal the old ones. With `data`, a graph that uses the fp32 value stays valid.
         value = self.fp32.data
         if cast is None:
             cast = value.to(self.dtype)

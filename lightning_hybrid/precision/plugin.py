@@ -670,7 +670,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None
         ]
         if all(record_of(gradient) is None for gradient in gradients):
-            # User code has made the gradients without a loss scale, so no loss scale counts this step.
+            # User code computed the gradients without a loss scale, so no loss scale counts this step.
             return False
         state = self._state_for_user(optimizer)
         found_inf = self._verdict(optimizer, state)
@@ -687,8 +687,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _stop_if_stuck(
         self, state: OptimizerStepState, model: Any, *, is_end: bool = False
     ) -> None:
-        # Checked if the host knows that the step was skipped, and at logged steps. Otherwise the host would wait for
-        # the device in each step.
+        # The check runs if the host knows that the step was skipped, and at logged steps. If it ran in each step, the
+        # host would have to wait for the device each time.
         flag = state.skip_flag
         every = model.trainer.log_every_n_steps
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
@@ -702,8 +702,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     # ---- schedules -------------------------------------------------------------------------------------------------
 
     def _may_put_off_schedules(self) -> bool:
-        # Only on CUDA, and not if the learning rate is read before the next step, because it is logged or there are
-        # schedules by epoch as well.
+        # Schedules are deferred only on CUDA, and only if nothing reads the learning rate before the next step, such as
+        # a logger or a schedule that steps once per epoch.
         trainer = self._module.trainer
         every = trainer.log_every_n_steps
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0

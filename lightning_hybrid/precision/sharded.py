@@ -121,8 +121,8 @@ class ShardedHalfMixin(MasterWeightMixin):
         skip or step                 any(g / s is inf or nan) on any rank: skip;  else  w <- optimizer(w, g / s)
 
     Call `shard_` to shard the network. Arguments and behavior are those of `MasterWeightPrecision`, with two
-    exceptions: the initial loss scale only falls by halves, and each step has an additional all-reduce of the overflow
-    flag.
+    exceptions: an initial loss scale that is too high falls only step by step, and each step has an additional
+    all-reduce of the overflow flag.
 
     Source: Zhao et al. 2023 (arXiv:2304.11277), for the predecessor of `fully_shard`.
     """

@@ -307,9 +307,7 @@ class CommSetup:
         is_always_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",)
         is_flat = is_always_flat and self.options.dtype_across_nodes is None
         if on_cuda and (self.engine_options.get("shares_update") or not is_flat):
-            self.communication_plan += (
-                "; no record shows these stages on a GPU yet, where the default is flat"
-            )
+            self.communication_plan += "; not yet measured on a GPU, where the default is flat"
 
 
 def _is_orthogonal(optimizer: Optimizer) -> bool:

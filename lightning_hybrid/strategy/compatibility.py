@@ -30,12 +30,12 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""Optimizers whose step treats each element by itself, so that a rank can update a part of a tensor."""
+"""Optimizers whose step treats each element separately, so that a rank can update a part of a tensor."""
 
 _ELEMENTWISE_NAMES = ", ".join(optimizer_type.__name__ for optimizer_type in ELEMENTWISE)
 
 PRECISIONS = ("16-true", "bf16-true", "32-true")
-"""Precisions for which tests prove that ranks with parts of a model train as one rank with all of it."""
+"""Precisions for which tests show that ranks with parts of a model train like one rank with the whole model."""
 
 _MEAN = "set between_nodes=Mean()"
 
@@ -174,7 +174,7 @@ EXCLUDED = (
     Exclusion(
         "uneven batches",
         "pipeline",
-        "the gradients of micro-batches are averaged over their number, not over their samples",
+        "gradients are averaged over the number of micro-batches, not over the number of samples",
     ),
     Exclusion(
         "SyncBatchNorm",

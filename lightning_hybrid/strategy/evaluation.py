@@ -5,8 +5,8 @@ Ranks then have unequal numbers of samples. The following rules keep ranks from 
     number of batches       is equal on all ranks, or one less if the last batch would contain only a repeated sample.
                             Each rank has at least one batch
     DDP's buffers           are broadcast in the first batch of an evaluation, which every rank has
-    collectives of users    between batches keep the padding of the last batch. `self.all_gather` of unequal shapes
-                            raises an error on all ranks
+    user's collectives      between batches need equal batches, so the last batch stays padded. `self.all_gather` of
+                            unequal shapes raises an error on all ranks
     `self.log` at the end   reduces the same names on every rank. Batch sizes are averaged without rounding
 """
 
@@ -66,7 +66,7 @@ class Evaluation:
         )
 
         self._trainer = trainer
-        # The loader was wrapped by an earlier evaluation.
+        # An earlier evaluation may have wrapped the loader.
         if isinstance(loader, ExactEvaluationLoader):
             return loader
         share = None
@@ -91,10 +91,10 @@ class Evaluation:
         obstacle = obstacle_of(loader, share)
         if obstacle is not None:
             return obstacle
-        # A step that calls collectives keeps the repeats, so it must be possible to see whether it calls any.
+        # A step that calls collectives keeps the repeated samples, so such calls must be detectable.
         if not _can_count():
             return Obstacle("the backend does not count collectives", "Use Gloo or NCCL")
-        # Skipping repeats may make two batches of one. The limit must not cut the second one off.
+        # Skipping repeated samples may split one batch into two. The limit must not cut the second one off.
         if self._runs_all(len(loader)) and not self._runs_all(share.num_batches):
             name = f"limit_{self._stage}_batches"
             return Obstacle(

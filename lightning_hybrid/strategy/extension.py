@@ -223,7 +223,7 @@ class FitExtension:
     # ---- checkpoints and status --------------------------------------------------------------
 
     def reading_module(self, fit: RunningFit) -> AbstractContextManager[None]:
-        """Return a context that surrounds the strategy's reading of the module's state dict.
+        """Return a context in which the strategy reads the module's state dict.
 
         Collective, unless this rank is failing.
         """

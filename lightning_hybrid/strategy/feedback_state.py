@@ -108,7 +108,7 @@ class ErrorFeedbackExtension(FitExtension):
 
     Args:
         fit: The description of the training run.
-        saves: Whether checkpoints hold the residuals. An elastic run does not save them and begins with zeros.
+        saves: Whether checkpoints contain the residuals. An elastic run does not save them and begins with zeros.
     """
 
     def __init__(self, fit: FitContext, *, saves: bool = True) -> None:
@@ -126,7 +126,7 @@ class ErrorFeedbackExtension(FitExtension):
             self._feedback.may_skip = _step_state(fit) is not None
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Tell the error feedback the current loss scale, so that it rescales residuals if the scale changed."""
+        """Pass the current loss scale to the error feedback, which rescales the residuals if the scale has changed."""
         if self._feedback is None:
             return
         state = _step_state(fit)

@@ -42,7 +42,7 @@ class FitExtensions:
     @property
     def fit(self) -> FitContext:
         """Description of the training run for extensions."""
-        assert self._fit is not None, "without extensions no hook needs the facts of a fit"
+        assert self._fit is not None, "`FitExtensions` without extensions has no `FitContext`"
         return self._fit
 
     # ---- setup -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,9 +19,6 @@ from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.plan import MAX_BYTES
 from lightning_hybrid.strategy.option_values import Planner
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 def ask_planner(
@@ -130,7 +127,7 @@ def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -
     if options.local_steps is not None:
         features.append(f"averages between nodes every {options.local_steps.every} steps")
     if options.shard_update != "off":
-        features.append(f"update shared in the {options.shard_update}")
+        features.append(f"update sharded over the ranks of the {options.shard_update}")
 
     precision = str(plugin.precision)
     description = _SHORT_NAMES.get(precision, precision)
@@ -162,5 +159,5 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
             "gradients are averaged. Leave `between_nodes` out, or set `ranks_per_node`."
         )
         return None
-    # Adasum takes inner products of whole parameters, so no chunk may cut one.
+    # Adasum takes inner products of whole parameters, so a chunk must not end within a parameter.
     return dataclasses.replace(plan, algorithm="hierarchical", chunk_bytes=MAX_BYTES)

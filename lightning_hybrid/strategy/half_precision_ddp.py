@@ -69,7 +69,7 @@ class HalfPrecisionDDP(CommunicatingDDP):
         )
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Finish DDP's gradient averaging after a backward pass, unless the precision plugin already has."""
+        """Finish DDP's gradient averaging after a backward pass, unless the precision plugin has already done so."""
         if self._half is None:
             self._flush_backward(closure_loss)
 

@@ -84,7 +84,7 @@ class HybridAllReduce(HalfPrecisionDDP):
     _strategy_features: Mapping[str, str] = MappingProxyType({})
     """Features of the strategy itself, by the names of `compatibility.CURES`, with texts for errors."""
     saves_residuals = True
-    """Whether checkpoints hold the residuals of error feedback."""
+    """Whether checkpoints contain the residuals of error feedback."""
 
     _loaders_type: type[TrainingLoaders] = TrainingLoaders
     # The classes in `flavours/` set it to the class for their own Lightning package.

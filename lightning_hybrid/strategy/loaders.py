@@ -249,7 +249,7 @@ class TrainingLoaders:
         """
         from lightning_hybrid.data.place import Place
 
-        self._load_states()  # This is before `on_train_start` if a loader has no length.
+        self._load_states()  # This runs before `on_train_start` if a loader has no length.
         resume.number = self._resumes.index(resume)
         fit = self._trainer.fit_loop
         if not fit.is_resuming or resume.has_begun:
@@ -296,9 +296,9 @@ class TrainingLoaders:
                 resume.load_state_dict(state)
         elif states:
             rank_zero_warn(
-                f"The checkpoint has the states of {len(states)} training loaders, but this run has {len(resumes)} "
-                "loaders. The states are ignored, so the rest of the epoch may have different samples. Use as many "
-                "training loaders as the interrupted run to resume exactly."
+                f"The number of training loaders (={len(resumes)}) differs from the number in the checkpoint "
+                f"(={len(states)}). The loader states of the checkpoint are ignored, so the rest of the epoch may have "
+                "different samples. To resume exactly, use as many training loaders as the interrupted run."
             )
 
     def _resumed_start(self) -> Place:
@@ -514,7 +514,7 @@ def _prefetcher_for(
     moves_batches = user_moves_batches(module)
 
     def with_prefetcher(inner: Any, is_training: IteratorsOfTraining | None = None) -> Any:
-        # Hooks of the user that move batches receive batches in host memory.
+        # The user's hooks that move batches expect them in host memory.
         if moves_batches:
             return inner
         return prefetch(inner, device, compute_dtype, is_training)

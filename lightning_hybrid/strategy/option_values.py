@@ -103,7 +103,7 @@ class Mean(BetweenNodes):
         """Raise `ValueError` if `dtype` or `error_feedback` is invalid."""
         name = "between_nodes.error_feedback"
         dtype = _on_wire(self.dtype)
-        why = "it selects whether rounding errors are added to the gradients of the next step"
+        why = "True adds rounding errors to the gradients of the next step. Leave it out for False"
         require_choice(name, self.error_feedback, (True, False), why)
         if self.error_feedback and not isinstance(dtype, Codec):
             dtype_name = str(dtype).removeprefix("torch.")
@@ -166,15 +166,15 @@ class LocalSteps(BetweenNodes):
         """Raise `ValueError` if an option is out of range or `dtype` is not supported."""
         make_plain(self, "every", "from_step", "outer_lr", "outer_momentum")
         why = (
-            "it is the number of optimizer steps of a node between two averages of the weights. To average gradients "
-            "over all ranks in every step, set between_nodes=Mean()"
+            "nodes average their weights after this number of optimizer steps. To average gradients over all ranks in "
+            "every step, set between_nodes=Mean()"
         )
         require_whole("between_nodes.every", self.every, why, least=2, unit="steps")
-        why = "it is the number of synchronous optimizer steps before nodes train independently. Leave it out for none"
+        why = "nodes train independently after this number of optimizer steps. Set 0 to begin with the first step"
         require_whole("between_nodes.from_step", self.from_step, why, least=0, unit="steps")
         why = "it multiplies the change of the averaged weights. Set 1 for a plain average"
         require_number("between_nodes.outer_lr", self.outer_lr, why, above=True)
-        why = "past periods would never fade otherwise. Set 0.9, as in DiLoCo"
+        why = "with 1 or more, the momentum of past periods would never fade. Set 0.9, as in DiLoCo"
         require_number("between_nodes.outer_momentum", self.outer_momentum, why, high=1)
         if self.on_wire is torch.float16:
             raise ValueError(
@@ -309,8 +309,8 @@ class Report(OptionValue):
             )
         if self.link_bytes_per_s is not None:
             why = (
-                "it is the bandwidth of a node's link in bytes per second and direction, 1.25e8 for 1 Gbit/s. Leave "
-                "it unset if it is not known"
+                "it is the bandwidth of a node's link in each direction in bytes per second, such as 1.25e8 for "
+                "1 Gbit/s. Leave it out if it is unknown"
             )
             require_number("report.link_bytes_per_s", self.link_bytes_per_s, why, above=True)
 

@@ -19,8 +19,8 @@ ELASTIC_NAME = "hybrid_elastic"
 
 _DESCRIPTIONS = {
     STRATEGY_NAME: "Hybrid all-reduce data parallel",
-    PIPELINE_NAME: "Pipeline of stages",
-    ELASTIC_NAME: "Data parallel that continues without a lost host",
+    PIPELINE_NAME: "Pipeline parallel",
+    ELASTIC_NAME: "Data parallel that continues after the loss of a host",
 }
 
 # For each module with a registry: the name of the registry in it, and the module of this package with the classes.
@@ -41,7 +41,7 @@ _REGISTRIES = {
 }
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-"""Suffixes of the names, and the start method of each."""
+"""Suffixes of strategy names, with the start method of each."""
 
 
 def register_everywhere() -> None:
@@ -104,7 +104,7 @@ def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
 
 
 def _suggest_names(registry: Any) -> None:
-    """Make a strategy registry suggest this package's names if a name is misspelt.
+    """Make a strategy registry suggest this package's names if a name is misspelled.
 
     Lightning's error would list only its own names.
     """
@@ -117,7 +117,7 @@ def _suggest_names(registry: Any) -> None:
 
 
 class _SuggestingNames(list[str]):
-    """List of strategy names that raises a helpful error if a misspelt name is looked up.
+    """List of strategy names that raises a helpful error if a misspelled name is looked up.
 
     It also raises an error for a strategy class that is passed in place of an object. Trainer and Fabric test whether
     the value of `strategy` is in the list, and offer no other hook before their own error.
@@ -141,7 +141,7 @@ class _SuggestingNames(list[str]):
 
 
 def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
-    """Return the strategy name of this package that is most similar to a misspelt name.
+    """Return the strategy name of this package that is most similar to a misspelled name.
 
     The result is None if no name is similar, or if a name of Lightning is more similar.
 

@@ -43,7 +43,7 @@ _OBSERVER = "fabric.strategies.launchers.subprocess_script._ChildProcessObserver
 class RendezvousError(RuntimeError):
     """Error raised when not all ranks connect at the rendezvous address.
 
-    The message names the cause, such as the missing ranks, a rank that two processes have, or a port in use.
+    The message names the cause, such as missing ranks, two processes with the same rank, or a port in use.
     """
 
 
@@ -117,14 +117,14 @@ def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
     if owner != name:
         raise RendezvousError(
             f"`RANK` (={rank}) must be different in each process, but at {where} both {owner} and {name} are rank "
-            f"{rank}. Start each rank once, for example with torchrun or srun, which set RANK."
+            f"{rank}. Start each rank once, for example with torchrun or srun, which number the ranks."
         )
 
 
 def listening_address(address: str) -> str:
     """Return the IP address on which rank zero listens, or an empty string if it listens on every interface.
 
-    A host name other than `localhost` stands for all interfaces.
+    A host name other than `localhost` means all interfaces.
 
     >>> [listening_address(address) for address in ("10.0.0.7", "localhost", "node7")]
     ['10.0.0.7', '127.0.0.1', '']
@@ -156,9 +156,9 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     # The limit is a year, because torch converts the timeout to milliseconds and nanoseconds.
     if not is_number or not 0 < seconds <= 366 * 86400:
         raise ValueError(
-            f"`timeout` (={setting!r}) must be a positive number of seconds or a positive timedelta. It limits the "
-            "time that ranks wait for each other at the start and in each collective. Set timeout=1800, or leave "
-            "`timeout` out."
+            f"`timeout` (={setting!r}) must be a positive number of seconds or a positive timedelta, up to 366 "
+            "days. It limits the time that ranks wait for each other at the start and in each collective. Set "
+            "timeout=1800, or leave `timeout` out."
         )
     return timedelta(seconds=seconds)
 
@@ -249,7 +249,7 @@ def _await_result(
         names.wait(["result"], timedelta(seconds=remaining_s))
         result = names.get("result").decode()
         names.add("read", 1)
-    except RuntimeError as error:  # of the store
+    except RuntimeError as error:  # raised by the store
         raise RendezvousError(_no_answer(where, rank, timeout)) from error
     if result == _ALL_CAME:
         return ""

@@ -133,7 +133,7 @@ class StrategyOptions:
             "exact_evaluation",
             exact_evaluation,
             (True, False),
-            "it selects whether every sample counts once in validation, test and prediction",
+            "with True, every sample counts once in validation, test and prediction. Leave it out for False",
         )
         require_value("report", report, (Report,), "Report(trace_dir='traces')")
 
@@ -249,7 +249,7 @@ def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
             f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.plan` both set the bucket size. Leave `bucket_cap_mb` out, "
             "or set `bucket_bytes` of the plan."
         )
-    why = "it is the size of a bucket in MiB, and DistributedDataParallel's default is 25"
+    why = "it is the size of a bucket in MiB. Set 25, for example, the default of DistributedDataParallel"
     require_number("bucket_cap_mb", bucket_cap_mb, why, above=True)
     return replace(comm, bucket_bytes=int(bucket_cap_mb * 2**20))
 
@@ -260,7 +260,7 @@ def _parse_ranks_per_node(ranks_per_node: Any) -> int | None:
         require_whole(
             "ranks_per_node",
             number,
-            "it is a number of ranks. Leave `ranks_per_node` out to detect the nodes",
+            "this number of consecutive ranks forms a node. Leave `ranks_per_node` out to detect the nodes",
         )
     return number
 
@@ -354,7 +354,7 @@ def refuse_unknown_options(
         if name not in ddp_names:
             suggestion = _suggestion(name, [*strategy_names, *ddp_names])
             raise ValueError(
-                f"`{name}` (={value!r}) is not an option of strategy={strategy_name!r} nor of DistributedDataParallel."
+                f"`{name}` (={value!r}) is not an option of strategy={strategy_name!r} or of DistributedDataParallel."
                 f"{suggestion} Options: {', '.join(strategy_names)}."
             )
 

@@ -133,7 +133,7 @@ def refuse_other_accumulation(accumulate_grad_batches: Any) -> None:
     value = accumulate_grad_batches
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return
-    cure = "Write accumulate_grad_batches=2"
+    cure = "Set accumulate_grad_batches=2"
     if isinstance(value, Mapping):
         cure = (
             f"To change the number in later epochs, set callbacks=[GradientAccumulationScheduler({dict(value)!r})] "

@@ -32,7 +32,7 @@ class LoopReader:
     seed: int
     accumulate_grad_batches: int = 1
     sets_epochs: bool = True  # because Fabric counts iterations from 0 after a resume
-    reads_to_end: bool = True  # because a `for` loop asks for a batch after the last one
+    reads_to_end: bool = True  # because a `for` loop requests a batch after the last one
     stays_in_epoch: bool = False
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
@@ -85,7 +85,7 @@ class LoopLoaders:
         return exact_loader
 
     def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return a checkpoint state in which each data loader is replaced by its state dicts on all ranks.
+        """Return a checkpoint state in which each data loader is replaced by its state dicts from all ranks.
 
         Collective if there is a loader: every rank must call it.
         """

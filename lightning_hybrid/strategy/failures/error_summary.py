@@ -55,7 +55,7 @@ def shared_memory_cure(error: BaseException) -> str:
         file_system = os.statvfs("/dev/shm")
         size = f" (={file_system.f_frsize * file_system.f_blocks / 2**20:.0f} MiB)"
     return (
-        f"`/dev/shm`{size} is full. It holds the batches that DataLoader workers hand over, and buffers of NCCL. Give "
+        f"`/dev/shm`{size} is full. It contains the batches from DataLoader workers, and NCCL's buffers. Give "
         "the container more shared memory (docker run --shm-size=8g or --ipc=host; in Kubernetes, an emptyDir with "
         "medium: Memory at /dev/shm), or lower `num_workers`, `prefetch_factor` or the batch size."
     )

@@ -139,7 +139,7 @@ class SigtermOnAnyRank:
         raise self.error_of_this_rank
 
     def end(self) -> None:
-        """Restore the method with which Lightning's loop asks rank zero for its signal."""
+        """Restore Lightning's own method of announcing rank zero's signal."""
         if self._announces:
             self._announces = False
             vars(self._loop).pop("_broadcast_sigterm_tensor", None)
@@ -256,7 +256,7 @@ class FailureReports:
 
         Args:
             option: The option that needs all ranks to save, for the error message.
-            where: A clause on where the shards of the saved state are, for the error message.
+            where: A clause that says where the shards of the saved state are, for the error message.
 
         Raises:
             RuntimeError: An error is ending this rank.
@@ -325,7 +325,7 @@ class FailureReports:
         if not has_location:
             exception.add_note(f"{RULE}\n{location}: {summary_of(exception)}")
 
-        # The error may be only a consequence, such as the device's own after its communicators were aborted.
+        # The error may be only a consequence, such as a device error after the communicators were aborted.
         cause = ""
         if self.engine is not None:
             cause = self.engine.failure

@@ -20,7 +20,7 @@ from lightning_hybrid.comm.health.thread_place import place_of, place_of_error
 from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
 from lightning_hybrid.comm.topology import host_identity
 
-INSIDE = "in a collective of Lightning's or torch's"
+INSIDE = "in a collective of Lightning or torch"
 OUTSIDE = "in no collective"
 
 

@@ -118,7 +118,8 @@ class LocalStepsExtension(FitExtension):
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
         """Let the nodes train independently once step `from_step` is reached.
 
-        If periods cannot end within a step, this averages at the end of a period and then is collective.
+        If periods cannot end within a step, weights are averaged here at the end of a period. The call is then
+        collective.
         """
         nodes = self._nodes
         if nodes is None:
@@ -255,7 +256,7 @@ class LocalStepsExtension(FitExtension):
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
         """Load the outer momentum from a checkpoint, and let all ranks train together until the next batch.
 
-        All nodes load the same state, so they train together until the next batch.
+        This is possible because all nodes load the same state.
         """
         self._loaded_momentum = checkpoint.get(OUTER_MOMENTUM)
         if self._nodes is not None:
@@ -372,7 +373,7 @@ def _frozen(fit: RunningFit) -> list[Tensor]:
 
 
 def _differing(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return those of the given tensors whose values differ between ranks.
+    """Return the given tensors whose values differ between ranks.
 
     Values are compared, because torch's version counters miss writes such as `parameter.data.mul_(0.99)`.
 

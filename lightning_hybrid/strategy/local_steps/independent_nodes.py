@@ -34,7 +34,7 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 class NodeAverage:
-    """Averager of tensors over nodes, which all-reduces them with a communication engine.
+    """Average of tensors over nodes, computed with the all-reduce of a communication engine.
 
     Attributes:
         device: Device on which the engine adds tensors.
@@ -96,7 +96,7 @@ class NodeAverage:
         pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(chunks):
             if len(pending) == 2:
-                self._wait_for(pending.popleft())  # its buffer is used again
+                self._wait_for(pending.popleft())  # because its buffer is reused
             flat = memory[index % 2][: _numel_of(chunk)]
             if self._is_leader:
                 torch._foreach_copy_(_split_like(flat, chunk), chunk)

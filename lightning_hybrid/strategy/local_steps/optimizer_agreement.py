@@ -149,7 +149,7 @@ class _OptimizerTensors:
         return tensor
 
     def gather_rank_states(self, step_states: list[dict[str, Any]]) -> list[_RankState]:
-        """Exchange messages between all ranks, so that they can compare their state tensors, and return the messages.
+        """Gather the messages of all ranks, with which they compare their state tensors.
 
         Collective: every rank of WORLD must call it, in the same order.
 
@@ -218,7 +218,7 @@ class _OptimizerTensors:
                 yield self._tensor_of(entry)
 
     def _is_moment(self, entry: _Entry) -> bool:
-        """Return whether a state tensor is a moment, which is averaged, or else a step count."""
+        """Return whether a state tensor is a moment, which is averaged. All others are step counts."""
         if entry.name == "step":
             return False
         # Optimizers may give a step count any name. A scalar is a moment only if the parameter is a scalar too.

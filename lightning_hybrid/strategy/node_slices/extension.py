@@ -42,7 +42,7 @@ def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesEx
     if topology.ranks_per_node == 1:
         rank_zero_warn(
             f"{description} has no effect, because every node has one rank. Leave it out, or run several "
-            "ranks on each node (`ranks_per_node` sets which ranks share one)."
+            "ranks on each node (`ranks_per_node` sets which ranks share a node)."
         )
         return None
 

@@ -156,7 +156,7 @@ class FirstStep:
             lacks_memory = num_free_bytes <= 2 * self._slices.num_whole_bytes
             lacks = self._slices.largest(torch.tensor(float(lacks_memory), device=device))
             if bool(lacks):
-                return "one rank does not have enough memory for the whole layers"
+                return "one rank does not have enough memory for the full layers"
         return ""
 
     def _raise_difference(self) -> None:
@@ -304,10 +304,10 @@ class FirstStep:
         if difference:
             first, last = names
             self._report(
-                f"The input of `{last}` ({difference}) differs with and without `node_slices` for `{first}` and "
-                f"`{last}` in the first training step. Between these layers, only operations on single features are "
-                "allowed, and attention must compute the number of heads with `view(b, t, -1, head_dim)` instead of "
-                "`num_heads`. Move softmax, normalization and other operations over features out of the pair, or "
+                f"The input of `{last}` ({difference}) in the first training step is not the same as without "
+                f"`node_slices` for `{first}` and `{last}`. Between these layers, only operations on single features "
+                "are allowed, and attention must compute the number of heads with `view(b, t, -1, head_dim)` instead "
+                "of `num_heads`. Move softmax, normalization and other operations over features out of the pair, or "
                 "leave these names out."
             )
 
@@ -320,9 +320,10 @@ class FirstStep:
         if difference:
             names = ", ".join(self._slices.names)
             self._report(
-                f"The output of `{name}` ({difference}) differs with and without `node_slices` in the first training "
-                "step. Code that reads the weight of a sliced layer, such as `F.linear(x, self.embedding.weight)`, "
-                f"gets the slice of one rank. Call the layer, or leave its name out of `node_slices` (={names})."
+                f"The output of `{name}` ({difference}) in the first training step is not the same as without "
+                "`node_slices`. Code that reads the weight of a sliced layer, such as "
+                "`F.linear(x, self.embedding.weight)`, gets the slice of one rank. Call the layer, or leave its name "
+                f"out of `node_slices` (={names})."
             )
 
     def _difference_of_outputs(self, output: Any, record: _PairRecord) -> str:
@@ -337,7 +338,7 @@ class FirstStep:
     def _difference(self, tensor: Tensor, expected: Tensor) -> str:
         """Return a description of the difference between two tensors, or an empty string."""
         if tensor.shape != expected.shape:
-            return f"of shape {tuple(tensor.shape)} for {tuple(expected.shape)}"
+            return f"of shape {tuple(tensor.shape)} instead of {tuple(expected.shape)}"
         wide = expected.detach().double()
         norm = float(wide.norm())
         if not math.isfinite(norm):
@@ -350,13 +351,13 @@ class FirstStep:
 
     def _difference_of_records(self, record: _OutputRecord, expected: _OutputRecord) -> str:
         if record.shapes != expected.shapes:
-            text = f"of shape {record.shapes} for {expected.shapes}"
+            text = f"of shape {record.shapes} instead of {expected.shapes}"
             return text.replace("[", "").replace("]", "")
         tolerance = max(MIN_TOLERANCE, TOLERANCE_IN_EPS * _eps_of_autocast(self.device.type))
         for norm, expected_norm in zip(record.norms, expected.norms, strict=True):
             is_close = math.isclose(norm, expected_norm, rel_tol=tolerance)
             if math.isfinite(expected_norm) and not is_close:
-                return f"of norm {norm:.4g} for {expected_norm:.4g}"
+                return f"of norm {norm:.4g} instead of {expected_norm:.4g}"
         return ""
 
     def _report(self, message: str) -> None:

@@ -36,9 +36,9 @@ def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | No
     if len(fit.topology.sharers(scope)) > 1:
         return ShardUpdateExtension(scope)
     rank_zero_warn(
-        f"`shard_update` (={scope!r}) has no effect, because every {scope} has one rank. Leave "
+        f"`shard_update` (={scope!r}) has no effect, because the {scope} has only one rank. Leave "
         "`shard_update` out, run several ranks on each node (`ranks_per_node` sets which ranks share "
-        'one), or set shard_update="world" on several nodes.'
+        'a node), or set shard_update="world" on several nodes.'
     )
     return None
 

@@ -253,7 +253,7 @@ class ShardExchange:
         pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(layout):
             if len(pending) == 2:
-                self._wait_for(pending.popleft())  # its buffer is used again
+                self._wait_for(pending.popleft())  # because its buffer is reused
             buffer = buffers[index % num_buffers]
             flat = buffer[: chunk.numel * self.num_ranks]
             self._pack(flat, chunk, shards, values)
@@ -335,7 +335,7 @@ class ShardExchange:
 
 
 def _late_chunk_numel(shards: Sequence[ParameterShard]) -> int:
-    """Return the number of elements of a chunk of a late gather, over all ranks."""
+    """Return the chunk size of a late gather in elements, over all ranks."""
     total = sum(shard.whole.numel() for shard in shards)
     numel = total // NUM_LATE_CHUNKS
     numel = max(numel, MIN_LATE_NUMEL)

@@ -7,8 +7,8 @@
 Lists, `param_groups` and the keys of `optimizer.state` hold the same Python object all the time. As in
 `precision/parameter_pair.py`, torch swaps the C++ tensors of two Python objects.
 
-There are two kinds. `MasterShard` is a shard of the fp32 master weights of a half-precision parameter, in memory of its
-own. `WeightShard` is a shard of an fp32 parameter, in the parameter's own memory, so that only optimizer state is
+There are two kinds. `MasterShard` is a shard of the fp32 master weights of a half-precision parameter, in its own
+memory. `WeightShard` is a shard of an fp32 parameter, in the parameter's own memory, so that only optimizer state is
 sharded.
 """
 
@@ -50,7 +50,7 @@ class ParameterShard:
         self.rank = rank
         self.whole: Tensor = parameter.detach()
         self._hidden = part
-        # The address of the C++ tensor tells which tensor the parameter holds, even after an error between two
+        # The address of the C++ tensor shows which tensor the parameter holds, even after an error between two
         # statements.
         self._part_address: int = part._cdata
 

@@ -23,7 +23,7 @@ _MOVE = "fabric.utilities.apply_func.move_data_to_device"
 _NO_LENGTH = -1
 
 END = object()
-"""Stands for a batch when the loaders of all ranks have ended."""
+"""Marker in place of a batch when the loaders of all ranks have ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class BatchAgreement:
         world_size: Number of ranks.
         timeout: Time that ranks wait for the batch of another rank.
         device: Device to which a batch of another rank is moved. None: it stays on the host.
-        count_samples: Returns the number of samples in a batch.
+        count_samples: Function that returns the number of samples in a batch.
 
     Attributes:
         agreed: Numbers of samples of batches whose training steps have not begun yet.
@@ -231,7 +231,7 @@ class BatchAgreement:
         self._has_logged_end = True
         rank_zero_info(
             f"uneven_batches='join': the training loader of {name_ranks(ended_ranks)} has ended. The epoch continues "
-            "with the batches of the other ranks. This message is logged once in a fit."
+            "with the batches of the other ranks. This message is logged once per training run."
         )
 
     def close(self, *, has_failed: bool) -> None:

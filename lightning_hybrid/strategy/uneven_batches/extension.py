@@ -79,7 +79,7 @@ class UnevenBatchesExtension(FitExtension):
         count = getattr(self._module, _COUNT, None)
         if callable(count):
             number: int = count(batch)
-            why = "the gradients of a rank are weighted by it. Return 0 for a batch that must not count"
+            why = "the gradients of a rank are weighted by this number. Return 0 for a batch that must not count"
             require_whole(f"{_COUNT}(batch)", number, why, least=0, unit="samples")
             return number
         misconfigured = lightning_types("fabric.utilities.exceptions.MisconfigurationException")
@@ -245,7 +245,7 @@ class UnevenBatchesExtension(FitExtension):
 
 
 def _in_run(fit: FitContext) -> dict[str, str]:
-    """Return those properties of the module and training step that `uneven_batches` does not support."""
+    """Return the properties of the module and training step that `uneven_batches` does not support."""
     features = in_module(fit.module)
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
         features["node slices"] = "`node_slices`"
@@ -258,7 +258,7 @@ def _in_run(fit: FitContext) -> dict[str, str]:
 
 
 def _in_loaders(trainer: Any) -> dict[str, str]:
-    """Return those properties of the training loaders that `uneven_batches` does not support."""
+    """Return the properties of the training loaders that `uneven_batches` does not support."""
     num_loaders = len(trainer.fit_loop._combined_loader.flattened)
     if num_loaders > 1:
         return {"several loaders": f"{num_loaders} training loaders"}

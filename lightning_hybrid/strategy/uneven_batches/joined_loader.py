@@ -20,10 +20,10 @@ class JoinedLoader(LoaderInPlace):
 
     Args:
         loader: Loader of this rank.
-        agreement: Agreement of the ranks on each batch.
+        agreement: Object with which ranks agree on each batch.
         length: Maximum number of batches of all ranks. None: it is not known.
-        is_training: Returns whether the training loop holds an iterator.
-        num_fetched: Returns the number of batches of this epoch that the training loop has fetched.
+        is_training: Function that returns whether an iterator belongs to the training loop.
+        num_fetched: Function that returns the number of batches of this epoch that the training loop has fetched.
     """
 
     _own_attributes = ("_loader", "_agreement", "_length", "_is_training", "_num_fetched")
@@ -113,7 +113,7 @@ class _JoinedBatches(OuterIterator):
         if self._has_ended:
             return None
 
-        # A run that is resumed after the loader's end asks for one batch, because a stateful loader ends its epoch
+        # A run that is resumed after the loader's end requests one batch, because a stateful loader ends its epoch
         # here. Another loader returns a batch of an epoch that is over, which is dropped.
         self._is_begun = True
         batch = next(self.inner, END)

@@ -67,7 +67,7 @@ class RunningStatistics:
     def restore(self) -> None:
         """Write the saved statistics back into the layers.
 
-        An autograd graph whose backward is still to come stays valid.
+        An autograd graph whose backward pass has not run yet stays valid.
         """
         for buffer, value in self._saved:
             buffer.data.copy_(value)

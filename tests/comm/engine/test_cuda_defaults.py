@@ -196,7 +196,7 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     setup.topology = topology
     setup.engine_options = {"shares_update": shares_update}
     setup.note_plan(CommPlan(algorithm=algorithm))
-    assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said
+    assert ("not yet measured on a GPU" in setup.communication_plan) is is_said
 
 
 @pytest.mark.parametrize(

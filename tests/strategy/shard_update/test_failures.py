@@ -15,7 +15,7 @@ def test_one_rank_on_each_node_is_a_warning_and_trains(two_ranks):
     for seen in fit(two_ranks, sgd, "32-true", num=2, ranks_per_node=1, warns=True):
         assert seen.global_step == 2, f"rank {seen.rank}"
         is_warned = any(
-            "has no effect, because every node has one rank" in text for text in seen.warnings
+            "has no effect, because the node has only one rank" in text for text in seen.warnings
         )
         assert is_warned == (seen.rank == 0), f"rank {seen.rank}"
 
