@@ -40,7 +40,7 @@ class StepWorkload:
         if not self.gradients or min(times_s) < 0:
             raise ValueError(
                 f"`gradients` (={len(self.gradients)} tensors) must contain at least one tensor, and no compute time "
-                "of the step can be negative. Set at least one gradient, and times of 0 or more."
+                "of the step can be negative. Pass at least one gradient, and times of 0 or more."
             )
 
     @property
