@@ -241,7 +241,7 @@ class TuneReport:
         )
         lines = [
             f"# Measured by lightning-hybrid on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
-            "# Links: lines fitted to message times, with 90 % intervals. Other costs are fitted to all-reduces, with errors",
+            "# Links: lines fitted to message times (90 % intervals). The rest is fitted to all-reduces, with errors",
             f"# of {calibration.typical_error:.1%} at the median and {abs(calibration.worst.ratio - 1):.0%} at worst.",
             *(f"# {note}" for note in calibration.notes),
             f"about: {json.dumps(self.about)}",
