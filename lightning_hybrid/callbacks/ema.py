@@ -85,7 +85,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
         require_whole(
             "update_every_n_steps",
             every,
-            "the average is updated once per this number of steps. Set update_every_n_steps=1",
+            "the average is updated every `update_every_n_steps` steps. Set update_every_n_steps=1",
         )
         super().__init__(decay=decay, update_every_n_steps=every, **kwargs)
         self._is_handed_over = False

@@ -149,7 +149,10 @@ def half_precision_report(
 
 def _check_module(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
-        subject = "`automatic_optimization` (=False) cannot be combined with the report, which runs backward itself"
+        subject = (
+            "`automatic_optimization` (=False) cannot be combined with the half-precision report, which runs backward "
+            "itself"
+        )
     elif not list(module.parameters()):
         subject = (
             "`parameters()` is empty, but the report needs the layers of the module before training"

@@ -87,7 +87,7 @@ class ReplicaCheck(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        why = "the ranks are compared once per this number of steps. Set every_n_steps=100, or remove `ReplicaCheck`"
+        why = "the ranks are compared every `every_n_steps` steps. Set every_n_steps=100, or remove `ReplicaCheck`"
         every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why, unit="steps")
         self.every_n_steps = every_n_steps

@@ -81,7 +81,7 @@ class StopOnSignal(Callback):
         every_n_steps: int = 1,
     ) -> None:
         why = (
-            "once per this number of steps, all ranks check whether one of them received a signal. Set "
+            "every `every_n_steps` steps, all ranks check whether one of them received a signal. Set "
             "every_n_steps=1"
         )
         every_n_steps = plain_value(every_n_steps)

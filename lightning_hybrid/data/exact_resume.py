@@ -605,8 +605,8 @@ class ExactResume:
         elif self.is_stream and num_workers != state["num_workers"]:
             saved_workers = state["num_workers"]
             raise self.error(
-                f"`num_workers` (={num_workers}) must equal the value in the checkpoint (={saved_workers}). Set "
-                f"num_workers={saved_workers}"
+                f"`num_workers` (={num_workers}) must equal the value in the checkpoint (={saved_workers}), because "
+                f"the order of an iterable data set depends on it. Set num_workers={saved_workers}"
             )
         else:
             lacks_own = own is None and not self.traits.follows_from_epoch
@@ -621,8 +621,8 @@ class ExactResume:
             if value != saved_value:
                 raise self.error(
                     "the loader of the checkpoint ran out and was iterated again within the same epoch, so "
-                    f"`{name}` (={value}) must equal the value in the checkpoint (={saved_value}). Set "
-                    f"{name}={saved_value}"
+                    f"`{name}` (={value}) must equal the value in the checkpoint (={saved_value}). "
+                    f"Resume with {name}={saved_value}"
                 )
 
     def error(self, reason: str) -> NotExactError:

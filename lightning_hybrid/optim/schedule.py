@@ -216,7 +216,9 @@ def starting_rate(
     reason = "suggestions exist only for these optimizers"
     require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), reason)
     require_positive(
-        "batch_size", batch_size, "the suggestion grows with it. Pass the samples per step"
+        "batch_size",
+        batch_size,
+        "the suggestion grows with it. Pass the number of samples per step",
     )
     require_positive("sgd_lr", sgd_lr, "the suggestion is a multiple of it. Pass 0.1, for example")
     require_positive(

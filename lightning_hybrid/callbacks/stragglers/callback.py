@@ -76,7 +76,7 @@ class StragglerMonitor(Callback):
         require_whole(
             "every_n_steps",
             every_n_steps,
-            "the ranks are compared once per this number of steps. Set every_n_steps=50",
+            "the ranks are compared every `every_n_steps` steps. Set every_n_steps=50",
             unit="steps",
         )
         require_share(

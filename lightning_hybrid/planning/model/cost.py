@@ -252,6 +252,5 @@ def _check(num_bytes: float, num_ranks: int) -> None:
     require_whole("num_ranks", num_ranks, "an all-reduce has at least one rank")
     if not num_bytes >= 0:
         raise ValueError(
-            f"`num_bytes` (={num_bytes}) must be 0 or more, because it is the size of the all-reduce in bytes. Correct "
-            "the size."
+            f"`num_bytes` (={num_bytes}) must be 0 or more. Pass the size of the all-reduce in bytes."
         )

@@ -40,7 +40,7 @@ PAYLOAD_SHARE = 0.94
 # (github.com/argonne-lcf/alcf-nccl-tests).
 TCP_BYTES_PER_S = 3.25e9
 TCP_HOP_S = 20 * US
-# Fewer channels than that are doubled if their cards are fast.
+# If there are fewer channels than this and their cards are faster than this, NCCL doubles the channels.
 MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = (
     16,
     45e9,

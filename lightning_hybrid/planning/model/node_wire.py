@@ -103,7 +103,7 @@ class CodecRates:
             require_positive(
                 f"codec.{name}",
                 getattr(self, name),
-                "bytes to encode and decode are divided by this rate. Set the bytes of float32 per second",
+                "codec times are computed from this rate. Set the bytes of float32 that a rank encodes per second",
             )
         require_number(
             "codec.kernel_s",

@@ -84,7 +84,7 @@ class CompressionReport:
     def table(self) -> str:
         """Return a Markdown table with one row per wire format."""
         lines = [
-            "| between nodes | step s | exposed s | rounding s | MB from a node | of the step without |",
+            "| between nodes | step s | exposed s | rounding s | MB sent by a node | of the uncompressed step |",
             "|---|---|---|---|---|---|",
         ]
         for step in (self.plain, *self.steps):

@@ -114,7 +114,7 @@ class TuneReport:
         calibration = self.found
         lines = [f"{self.about}; {self.samples.took_s:.1f} s of measuring", ""]
         lines += [
-            "| link | alpha us | 90 % interval | beta GB/s | 90 % interval | off by, median / worst | consent us |"
+            "| link | alpha us | 90 % interval | beta GB/s | 90 % interval | error, median / worst | handshake us |"
         ]
         lines += ["|---|---|---|---|---|---|---|"]
         for name, fit in (("inside", calibration.inside), ("across", calibration.across)):
@@ -295,7 +295,7 @@ def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
         f"{fit.bytes_per_s / 1e9:.4g}",
         f"{slow / 1e9:.4g} to {fast / 1e9:.4g}",
         f"{fit.typical_error:.1%} / {worst:+.0%} at {size(worst_bytes)}"
-        + ("" if fit.is_line else ": no line"),
+        + ("" if fit.is_line else ", not linear"),
         "" if consent_s is None else f"{1e6 * consent_s:.4g}",
     ]
     return "| " + " | ".join(cells) + " |"
