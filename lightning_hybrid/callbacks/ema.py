@@ -83,7 +83,9 @@ class MasterWeightAveraging(EMAWeightAveraging):
             )
         every = plain_value(kwargs.pop("update_every_n_steps", 1))
         require_whole(
-            "update_every_n_steps", every, "it is a number of steps. Set update_every_n_steps=1"
+            "update_every_n_steps",
+            every,
+            "the average is updated every `update_every_n_steps` steps. Set update_every_n_steps=1",
         )
         super().__init__(decay=decay, update_every_n_steps=every, **kwargs)
         self._is_handed_over = False

@@ -45,13 +45,13 @@ ABOVE = {
     "weight": "add the class of the layer to MasterWeightPrecision(keep_fp32=...), or set precision='bf16-true'",
     "activation": NORMALIZE,
     "gradient": (
-        "set precision='bf16-true', because no loss scale is below 1, or average the loss instead of summing it"
+        "set precision='bf16-true', because the loss scale cannot be below 1, or average the loss instead of summing it"
     ),
 }
 BELOW = {
     "weight": (
-        "the fp32 weights keep these values, but the forward pass sees 0, so initialize them with a larger spread, "
-        "or set precision='bf16-true' (for LAMB, weight_norm_bounds=(low, high) makes such small layers move)"
+        "initialize the weights with a larger spread, because these values are 0 in the fp16 forward pass, or set "
+        "precision='bf16-true'. With LAMB, weight_norm_bounds=(low, high) lets layers with such small weights train"
     ),
     "activation": NORMALIZE,
     "gradient": "set precision='bf16-true', because no loss scale fits both the largest and the smallest values",
@@ -125,7 +125,7 @@ def half_precision_report(
     """
     num_batches = plain_value(num_batches)
     require_whole(
-        "num_batches", num_batches, "it is the number of batches to run. Set num_batches=2"
+        "num_batches", num_batches, "the report runs this number of batches. Set num_batches=2"
     )
     _check_module(module)
     counts = _ExponentCounts()
@@ -149,15 +149,17 @@ def half_precision_report(
 
 def _check_module(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
-        subject = "`automatic_optimization` (=False)"
+        subject = (
+            "`automatic_optimization` (=False) cannot be combined with the half-precision report, which runs backward "
+            "itself"
+        )
     elif not list(module.parameters()):
-        subject = "`parameters()` (=none)"
+        subject = (
+            "`parameters()` is empty, but the report needs the layers of the module before training"
+        )
     else:
         return
-    raise ValueError(
-        f"{subject} cannot be combined with the half-precision report, because the report needs existing parameters "
-        "and runs backward on the loss that `training_step` returns. Remove `HalfPrecisionReport`."
-    )
+    raise ValueError(f"{subject}. Remove `HalfPrecisionReport`.")
 
 
 class _ExponentCounts:

@@ -85,7 +85,7 @@ class NumericsMonitor(Callback):
     """
 
     def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
-        why = "it is the number of consecutive checks at which a gradient must be zero. Set patience=3"
+        why = "a warning follows after this number of logged steps with a zero gradient. Set patience=3"
         patience = plain_value(patience)
         require_whole("patience", patience, why, unit="logged steps")
         self.folder = None if run_dir is None else Path(run_dir) / "numbers"
@@ -195,7 +195,7 @@ class NumericsMonitor(Callback):
 
         step, rank = divmod(step_and_rank, world_size)
         error = (
-            f"The loss has not been finite since step {step}, first on rank {rank}. The weights are lost, because "
+            f"The loss has not been finite since step {step}, first on rank {rank}. The weights are corrupted, because "
             f"precision={trainer.precision_plugin.precision!r} does not skip such steps. "
             f"{self._describe_losses_of_ranks(trainer)} Check the learning rate and the data of that batch, and look "
             f"for a log of 0 or a division by 0 in the loss. Then resume from a checkpoint written before step {step}."
@@ -349,7 +349,10 @@ class NumericsMonitor(Callback):
             exception.args = (f"{exception} {diagnosis}",)
             is_concerned = is_bad_batch or int(self._bad_losses.number) > 0
         saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=is_concerned)
-        exception.add_note(f"On {_name_rank(trainer)}, in batch {batch_idx}: {description}.{saved}")
+        exception.add_note(
+            f"The error occurred on {_name_rank(trainer)} in batch {batch_idx}. Content of the batch: "
+            f"{description}.{saved}"
+        )
 
     def _save(
         self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool

@@ -61,7 +61,7 @@ class ReplicaCheck(Callback):
         c_r = fingerprint of (fingerprints of tensors 0, 1, ..., tensor names, data order)           on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
 
-    Only if the ranks differ, they exchange the fingerprints of all tensors to find the first
+    Only if the ranks differ do they exchange the fingerprints of all tensors, to find the first
     difference. The check also runs at the start of training, including when training resumes from a
     checkpoint, and at the end. Buffers, and parameters that DDP ignores, are not checked.
 
@@ -87,10 +87,7 @@ class ReplicaCheck(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        why = (
-            "it is the number of steps between two comparisons of the ranks. Set every_n_steps=100, or remove "
-            "`ReplicaCheck`"
-        )
+        why = "the ranks are compared every `every_n_steps` steps. Set every_n_steps=100, or remove `ReplicaCheck`"
         every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why, unit="steps")
         self.every_n_steps = every_n_steps
@@ -250,9 +247,9 @@ class ReplicaCheck(Callback):
         if not names_that_differ(fingerprints):
             difference = differing([state.order for state in states])
             return DataOrderError(
-                f"The ranks read the data in different orders, which was detected {since} (`every_n_steps` "
-                f"(={self.every_n_steps})): {difference}. Some samples would be read twice in an epoch and others "
-                "never. Use the same seed, data and options on every rank, and call `set_epoch` on all "
+                f"The ranks read the data in different orders, which was detected {since} (with "
+                f"every_n_steps={self.every_n_steps}): {difference}. Some samples would be read twice in an epoch and "
+                "others never. Use the same seed, data and options on every rank, and call `set_epoch` on all "
                 f"ranks.{places_of([], hosts)}{numbering}"
             )
 
@@ -264,9 +261,9 @@ class ReplicaCheck(Callback):
                 f"faulty memory. Then resume from a checkpoint written at or before step {last_checked_step}."
             )
         return ReplicaDriftError(
-            f"The ranks no longer have the same weights. They diverged {since} (`every_n_steps` "
-            f"(={self.every_n_steps})): {first_difference(fingerprints, hosts)}. The averages of the gradients "
-            f"are meaningless, because the ranks compute gradients for different weights. {cure}{numbering}"
+            f"The ranks no longer have the same weights. They diverged {since} (with "
+            f"every_n_steps={self.every_n_steps}): {first_difference(fingerprints, hosts)}. Averages of their "
+            f"gradients are meaningless, because the ranks compute gradients for different weights. {cure}{numbering}"
         )
 
 

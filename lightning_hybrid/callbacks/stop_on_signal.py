@@ -81,7 +81,7 @@ class StopOnSignal(Callback):
         every_n_steps: int = 1,
     ) -> None:
         why = (
-            "it is the number of steps after which all ranks check whether one of them received a signal. Set "
+            "every `every_n_steps` steps, all ranks check whether one of them received a signal. Set "
             "every_n_steps=1"
         )
         every_n_steps = plain_value(every_n_steps)
@@ -258,7 +258,10 @@ class StopOnSignal(Callback):
         if self._interrupted_s is None:
             if trainer.is_global_zero:
                 # `print` is not safe here, because the interrupted code may be inside a `print`.
-                message = b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n"
+                message = (
+                    b"\nCtrl-C: the run will save a checkpoint and stop after this step. Press Ctrl-C again to stop "
+                    b"at once.\n"
+                )
                 os.write(2, message)
             self._interrupted_s = now_s
         elif now_s - self._interrupted_s > AT_ONCE_AFTER_S:
@@ -308,16 +311,16 @@ def _report_stop(trainer: pl.Trainer, path: str, signal_name: str, exit_code: in
     """
     if trainer.global_rank != 0:
         return
-    checkpoint = f"`fit(..., ckpt_path={path!r})` resumes from there"
+    checkpoint = f"To resume, call `fit(..., ckpt_path={path!r})`"
     if not trainer.is_global_zero:
         # In an elastic run every host is launched separately, and only the first host writes.
         checkpoint = (
-            f"this host has written no checkpoint, because only the first host of the run writes {path!r}, and only "
+            f"This host has written no checkpoint, because only the first host of the run writes {path!r}, and only "
             "when that host is stopped. The other hosts continue until then"
         )
     message = (
-        f"stopped by {signal_name} in epoch {trainer.current_epoch} after step {trainer.global_step}; "
-        f"{checkpoint}; exit code {exit_code}"
+        f"stopped by {signal_name} in epoch {trainer.current_epoch} after step {trainer.global_step}. "
+        f"{checkpoint}. Exit code: {exit_code}"
     )
     # `rank_zero_info` is silent on a host that is not the first.
     rank_zero.log.info(message)
@@ -349,7 +352,7 @@ def _is_main_thread() -> bool:
 def _signal_of(name: str) -> signal.Signals:
     if isinstance(name, int):
         raise ValueError(
-            f"`signals` contains {name!r}, but must contain the names of signals instead of numbers. Set "
+            f"`signals` contains {name!r}, but must contain names of signals, not numbers. Set "
             "signals=['SIGTERM'], for example."
         )
     try:
@@ -402,5 +405,5 @@ def queue_again() -> str:
         reason = process.stderr.strip() or f"exit code {process.returncode}"
     return (
         f"SLURM job {job_id} could not be requeued by `{' '.join(command)}` ({reason}). Submit the job again "
-        "yourself."
+        "with `sbatch`."
     )

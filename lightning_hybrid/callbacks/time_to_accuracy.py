@@ -46,7 +46,10 @@ class TimeToAccuracy(Callback):
         stop: bool = False,
     ) -> None:
         target = plain_value(target)
-        why = f"whether `{monitor}` reaches {target} from below, as accuracy does, or from above, as loss does"
+        why = (
+            f"set 'max' if `{monitor}` should rise to {target}, as an accuracy does, and 'min' if it should fall, as a "
+            "loss does"
+        )
         require_choice("mode", mode, ("max", "min"), why)
         if monitor in (m.VAL_ACC, m.VAL_ACC_TOP5) and not 0 < target <= 1:
             raise ValueError(
@@ -132,10 +135,10 @@ class TimeToAccuracy(Callback):
     def _is_reached(self, trainer: pl.Trainer) -> bool:
         value = trainer.callback_metrics.get(self.monitor)
         if value is None:
-            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "none"
             raise ValueError(
-                f"`monitor` (={self.monitor!r}) must be a metric that validation logs, but validation has "
-                f"logged only: {logged}. Set one of these metrics, or log `monitor` with `self.log` in "
+                f"`monitor` (={self.monitor!r}) must be a metric that validation logs, but the logged "
+                f"metrics are: {logged}. Set one of these metrics, or log `monitor` with `self.log` in "
                 "`validation_step`."
             )
         if self.mode == "max":

@@ -61,9 +61,12 @@ class TrainingMetrics(Callback):
         flops_per_image = plain_value(flops_per_image)
         peak_flops_per_s = plain_value(peak_flops_per_s)
         require_whole(
-            "skip_steps", skip_steps, "it is a number of steps. Set 0 to time all steps", least=0
+            "skip_steps",
+            skip_steps,
+            "no times are logged in this number of initial steps. Set 0 to time all steps",
+            least=0,
         )
-        why = "utilization is computed from it. Leave it out if it is not known"
+        why = "the FLOP/s metrics are computed from it. Leave the argument out if its value is unknown"
         if flops_per_image is not None:
             require_positive("flops_per_image", flops_per_image, why)
         if peak_flops_per_s is not None:

@@ -111,7 +111,7 @@ class Peers:
         return self.size & (self.size - 1) == 0
 
     def check_same(self, sizes: Sequence[int], *, device: torch.device) -> None:
-        """Raise if the ranks' embeddings have different shapes.
+        """Raise `ValueError` if the ranks' embeddings have different shapes.
 
         Collective: every rank must call it, in the same order.
 
@@ -209,7 +209,7 @@ class Peers:
 def _timeout_of(group: Any) -> timedelta | None:
     """Return the time limit of a process group's collectives, which `dist.new_group` would not inherit.
 
-    Returns None, with which torch uses its own limit, if the group does not tell.
+    If the limit is unknown, the result is None, for which torch uses its default limit.
     """
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)

@@ -53,14 +53,14 @@ class GlobalBatch(nn.Module):
     Source: Gao et al. 2021 (GradCache, arXiv:2101.06983).
     """
 
-    # Unlike the loss, because this module treats a step as one batch.
+    # False although it is True for the loss, because this module treats all pairs of a step as one batch.
     couples_the_batch: bool = False
 
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()
         chunk = plain_value(chunk)
         require_whole(
-            "chunk", chunk, "it is the number of pairs that pass through the network at a time"
+            "chunk", chunk, "the network processes this number of pairs at a time. Set chunk=256"
         )
         self.loss = loss
         self.chunk = chunk

@@ -58,7 +58,9 @@ class PairLoss(nn.Module):
     def __init__(self, *, block: int = 256) -> None:
         super().__init__()
         block = plain_value(block)
-        require_whole("block", block, "it is the number of rows in a block of pairs")
+        require_whole(
+            "block", block, "pairs are compared in blocks of this number of rows. Set block=256"
+        )
         self.block = block
         self._peers: Peers | None = None
 
@@ -139,8 +141,8 @@ class InfoNCE(PairLoss):
             self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         elif not 0 < temperature < math.inf:
             raise ValueError(
-                f"`temperature` (={temperature}) must be above 0, because similarities are divided by it. Set "
-                "temperature=0.1, or None for a learned temperature."
+                f"`temperature` (={temperature}) must be a positive number, because similarities are divided by it. "
+                "Set temperature=0.1, or None for a learned temperature."
             )
         self.temperature = temperature
         self.both_views = both_views
@@ -211,9 +213,11 @@ class BarlowTwins(PairLoss):
         require_number(
             "off_diagonal",
             off_diagonal,
-            "it is the weight of the off-diagonal terms. Set off_diagonal=0.005",
+            "the off-diagonal terms of the loss are multiplied by it. Set off_diagonal=0.005",
         )
-        require_number("eps", eps, "it is added to variances. Set eps=1e-5")
+        require_number(
+            "eps", eps, "with a negative value, the root of a variance may not exist. Set eps=1e-5"
+        )
         self.off_diagonal = off_diagonal
         self.eps = eps
 

@@ -1,8 +1,8 @@
 """Capture of the state that determines a module's output, for exact repetition of a forward pass.
 
 * `Buffers`: running statistics, queues, vectors of spectral norm.
-    * `Parameters`: trained parameters, which are swapped for separate leaves, and frozen parameters.
-    * `Environment`: autocast, function modes, default dtype, training or evaluation mode.
+* `Parameters`: trained parameters, which are swapped for separate leaves, and frozen parameters.
+* `Environment`: autocast, function modes, default dtype, training or evaluation mode.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Parameters:
 def _refuse_special_tensor(name: str, module: nn.Module, parameter: Tensor) -> None:
     kind = type(parameter.detach()).__name__
     if isinstance(module, torch.jit.ScriptModule) and parameter.requires_grad:
-        kind = "parameter of TorchScript"
+        kind = "TorchScript parameter"
     elif kind == "Tensor" and parameter.is_leaf:
         return
     elif not parameter.is_leaf:

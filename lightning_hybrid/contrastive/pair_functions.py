@@ -30,7 +30,7 @@ def without_autocast(device: torch.device) -> torch.autocast:
 
 
 def refuse_second_derivatives(name: str) -> None:
-    """Raise if backward runs with `create_graph=True`.
+    """Raise `RuntimeError` if backward runs with `create_graph=True`.
 
     torch would treat some intermediate results of the backward as constants.
 

@@ -54,10 +54,10 @@ def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
 def resumes_within_epoch(trainer: pl.Trainer) -> bool:
     """Correct Lightning's epoch counters, and return whether training resumes partway through an epoch.
 
-    If it does not continue, the next epoch begins. With `max_steps`, Lightning 2.6 ends an epoch that was saved at its
-    end a second time. As a result, it counts the epoch twice, skips the order of the next epoch, and ends the run an
-    epoch early. Checkpoints that were saved after an epoch's last batch, or after an error at the beginning of an
-    epoch, also have counters from which a run cannot be resumed twice.
+    Otherwise, the next epoch begins. If `max_steps` is set and the checkpoint was saved at the end of an epoch,
+    Lightning 2.6 ends this epoch a second time. As a result, it counts the epoch twice, skips the order of the next
+    epoch, and ends the run an epoch early. Checkpoints that were saved after an epoch's last batch, or after an error
+    at the beginning of an epoch, also have counters from which a run cannot be resumed twice.
 
     Call the function when Lightning sets the first epoch, after `FitLoop.reset`. A second call changes nothing.
     """

@@ -217,7 +217,7 @@ def with_exact_batches(loader: DataLoader[Any], share: EvaluationShare) -> DataL
     if isinstance(loader.batch_sampler, lightning_types(_INDEX_RECORDER)):
         # `BasePredictionWriter` receives the indices that it records.
         batch_sampler = type(loader.batch_sampler)(batch_sampler)
-    # `DataLoader` does not allow setting it.
+    # `DataLoader` does not allow setting this attribute.
     object.__setattr__(copied, "batch_sampler", batch_sampler)
     return copied
 

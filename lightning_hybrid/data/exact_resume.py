@@ -107,7 +107,7 @@ class ExactResume:
         self._seeded = SeededStreams()
         sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         index_lists = IndexLists(getattr(user_loader, sampler_name), self)
-        # `DataLoader` does not allow setting it.
+        # `DataLoader` does not allow setting this attribute.
         object.__setattr__(loader, sampler_name, index_lists)
         self._same_attributes = SameAttributes(user_loader, loader)
 
@@ -506,7 +506,7 @@ class ExactResume:
             source = "data set" if self.is_stream else "sampler"
             raise self.error(
                 f"the {source} does not reproduce the samples before the checkpoint. {self._possible_seed()}The "
-                f"{source} may also have changed, or it may create its own random generators or count its iterations. "
+                f"{source} may have changed, or it may create its own random generators or count its iterations. "
                 f"Make the order depend on `set_epoch`, on a generator that the {source} holds, or on the global "
                 "generators"
             )
@@ -605,8 +605,8 @@ class ExactResume:
         elif self.is_stream and num_workers != state["num_workers"]:
             saved_workers = state["num_workers"]
             raise self.error(
-                f"`num_workers` (={num_workers}) must equal the checkpoint's {saved_workers}. Set "
-                f"num_workers={saved_workers}"
+                f"`num_workers` (={num_workers}) must equal the value in the checkpoint (={saved_workers}), because "
+                f"the order of an iterable data set depends on it. Set num_workers={saved_workers}"
             )
         else:
             lacks_own = own is None and not self.traits.follows_from_epoch
@@ -621,14 +621,15 @@ class ExactResume:
             if value != saved_value:
                 raise self.error(
                     "the loader of the checkpoint ran out and was iterated again within the same epoch, so "
-                    f"`{name}` (={value}) must equal the checkpoint's {saved_value}. Set {name}={saved_value}"
+                    f"`{name}` (={value}) must equal the value in the checkpoint (={saved_value}). "
+                    f"Resume with {name}={saved_value}"
                 )
 
     def error(self, reason: str) -> NotExactError:
         """Create a `NotExactError` that names this loader and the reason."""
         return NotExactError(
             f"The training loader ({type(self.loader).__name__} of {type(self.loader.dataset).__name__}) cannot be "
-            f"resumed in the middle of an epoch: {reason}. Alternatively, resume from the end of an epoch, or set "
+            f"resumed in the middle of an epoch: {reason}. You can also resume from the end of an epoch, or set "
             "exact_resume=False to continue with different samples."
         )
 

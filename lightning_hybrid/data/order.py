@@ -313,16 +313,16 @@ class ResumableLoader(ABC):
 
     def _refuse_other(self, state: dict[str, Any], names: tuple[str, ...], why: str) -> None:
         cures = {
-            "num_images": "the data set to that of the interrupted run, with the same images",
-            "world_size": "`devices` and `num_nodes` of the Trainer as in the interrupted run",
-            "accumulate_grad_batches": "`accumulate_grad_batches` of the Trainer as in the interrupted run",
+            "num_images": "Use the data set of the interrupted run, with the same images",
+            "world_size": "Set `devices` and `num_nodes` of the Trainer as in the interrupted run",
+            "accumulate_grad_batches": "Set `accumulate_grad_batches` of the Trainer as in the interrupted run",
         }
         for name in names:
             own_value = getattr(self.order, name)
             if state[name] != own_value:
-                cure = cures.get(name, f"{name}={state[name]} as in the interrupted run")
+                cure = cures.get(name, f"Set {name}={state[name]} as in the interrupted run")
                 raise ValueError(
-                    f"`{name}` (={own_value}) must equal the checkpoint's value (={state[name]}), because {why}. Set "
+                    f"`{name}` (={own_value}) must equal the value in the checkpoint (={state[name]}), because {why}. "
                     f"{cure}."
                 )
 

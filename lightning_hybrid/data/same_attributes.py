@@ -25,7 +25,8 @@ class SameAttributes:
     """Synchronizer that keeps the attributes of a user's loader and of its copy equal.
 
     Under `ddp`, training iterates over the user's own object, so that changes by user code and by methods of the loader
-    have an effect on both. Values that are changed in place need no keeper, because the copy is shallow.
+    have an effect on both. Values that are changed in place are equal in both without this class, because the copy is
+    shallow.
 
     Args:
         user_loader: Loader of the user.

@@ -83,7 +83,8 @@ class StepLayout:
             saved_value = getattr(saved, name)
             if value != saved_value:
                 raise ValueError(
-                    f"`{name}` (={value}) must equal the checkpoint's {saved_value}. Set {name}={saved_value}"
+                    f"`{name}` (={value}) must equal the value in the checkpoint (={saved_value}), because "
+                    f"the samples of a batch depend on it. Resume with {name}={saved_value}"
                 )
 
     def _of_same_step(self, saved: StepLayout) -> str:

@@ -56,8 +56,8 @@ class LAMB(LayerwiseOptimizer):
     `fused=True` makes two passes over the memory of the whole model: moments with |w| and |u|, then the update.
     It makes three passes if a check for inf and nan, or `max_grad_norm`, needs the gradients first. The passes
     are written in C++ for the CPU. Requirements, rounding and protocol are those of `LARS`. There are no kernels
-    for CUDA. There None processes lists, with temporaries of about 16 bytes per parameter, and True raises an
-    error. If a checkpoint from a CPU has True, the step processes lists as well.
+    for CUDA. On CUDA, None processes lists, with temporaries of about 16 bytes per parameter, and True raises
+    an error. If a checkpoint from a CPU has True, the step processes lists as well.
 
     `capturable=True` is as in `LARS`, and steps are then counted on the parameters' device.
     `differentiable=True` raises an error.
@@ -126,23 +126,26 @@ class LAMB(LayerwiseOptimizer):
             )
         for index, beta in enumerate(betas):
             require_number(
-                f"betas[{index}]", beta, "with 1, the moment would ignore gradients", high=1
+                f"betas[{index}]",
+                beta,
+                "with 1, the moment would ignore gradients. Set betas=(0.9, 0.999), for example",
+                high=1,
             )
         require_number(
             "eps",
             group["eps"],
-            "it is added to the square root of the second moment. Use 1e-6, for example",
+            "a negative value could make the denominator of the update zero. Use 1e-6, for example",
         )
         require_choice(
             "bias_correction",
             group["bias_correction"],
             (True, False),
-            "it says whether the bias of the moments is corrected",
+            "True corrects the bias of the moments, and False does not",
         )
         require_bounds(group["weight_norm_bounds"])
         bound = group["max_grad_norm"]
         if bound is not None:
-            reason = "it is the maximum norm of all gradients. Set None to disable clipping"
+            reason = "larger gradients are scaled down to this norm. Set None to disable clipping"
             require_number("max_grad_norm", bound, reason, above=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

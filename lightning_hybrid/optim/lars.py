@@ -194,15 +194,18 @@ class LARS(OrthogonalStep):
         require_number(
             "trust_coefficient",
             group["trust_coefficient"],
-            "it is the ratio |step| / |w| at lr = 1. Use 0.001, or set trust_ratio=False to exclude a group",
+            "at lr = 1, a step moves each layer by this fraction of its norm. Use 0.001, or exclude a group with "
+            "trust_ratio=False",
             above=True,
         )
         require_number(
             "eps",
             group["eps"],
-            "it is added to the denominator of the trust ratio. Set 0 for the rule of the paper",
+            "a negative value could make the denominator of the trust ratio zero. Set 0, as in the paper",
         )
-        require_choice("nesterov", group["nesterov"], (True, False), "it enables Nesterov momentum")
+        require_choice(
+            "nesterov", group["nesterov"], (True, False), "True enables Nesterov momentum"
+        )
         for name, choices in _CHOICES.items():
             require_choice(
                 name, group[name], choices, "the docstring of LARS describes these choices"

@@ -125,7 +125,7 @@ class LayerwiseOptimizer(Optimizer):
         require_number(
             "lr",
             lr,
-            "a negative rate would maximize the objective. Use `maximize=True` to do that",
+            "a negative learning rate would maximize the objective. Use `maximize=True` to do that",
         )
         require_number(
             "weight_decay",
@@ -135,11 +135,11 @@ class LayerwiseOptimizer(Optimizer):
         require_number(
             "excluded_lr_mult",
             group["excluded_lr_mult"],
-            "it multiplies the learning rate of groups with trust_ratio=False. Set 1 for no change, or 0 to freeze "
-            "these groups",
+            "the learning rate of groups with trust_ratio=False is multiplied by it. Set 1 for no change, or 0 to "
+            "freeze these groups",
         )
         if group["trust_clip"] is not None:
-            reason = "it is the maximum trust ratio. Set None for no maximum"
+            reason = "trust ratios are limited to this value. Set None for no limit"
             require_number("trust_clip", group["trust_clip"], reason, above=True)
         self._check_switches(group)
 

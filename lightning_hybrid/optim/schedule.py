@@ -99,7 +99,9 @@ class WarmupPolynomialDecay(LRScheduler):
         end_lr = plain_value(end_lr)
         warmup_start_lr = plain_value(warmup_start_lr)
         _check_numbers(total_steps, warmup_steps, power, end_lr, warmup_start_lr)
-        reason = 'it selects where the decay begins. Set "start" for Caffe\'s rule'
+        reason = (
+            'the decay begins after the warm-up or at the first step. Set "start" for Caffe\'s rule'
+        )
         require_choice("decay_from", decay_from, get_args(DecayFrom), reason)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -141,7 +143,7 @@ def _check_numbers(
     total_steps: Any, warmup_steps: Any, power: Any, end_lr: Any, warmup_start_lr: Any
 ) -> None:
     """Raise `ValueError` if an argument of the schedule is out of range."""
-    reason = "it counts optimizer steps, not epochs. Multiply epochs by steps per epoch and round"
+    reason = "the schedule counts optimizer steps, not epochs. Multiply epochs by steps per epoch, and round"
     require_whole("total_steps", total_steps, reason)
     require_whole("warmup_steps", warmup_steps, reason, least=0)
     if warmup_steps >= total_steps:
@@ -153,8 +155,10 @@ def _check_numbers(
         "with 0 the learning rate would never decay. Use 1 for a linear decay, or 2 as MLPerf does"
     )
     require_number("power", power, reason, above=True)
-    require_number("end_lr", end_lr, "it is a learning rate. Use 1e-4, as MLPerf does")
-    require_number("warmup_start_lr", warmup_start_lr, "it is a learning rate. Use 0, for example")
+    require_number("end_lr", end_lr, "a learning rate cannot be negative. Use 1e-4, as MLPerf does")
+    require_number(
+        "warmup_start_lr", warmup_start_lr, "a learning rate cannot be negative. Use 0, for example"
+    )
 
 
 def _check_base_rates(optimizer: Optimizer, end_lr: float) -> None:
@@ -211,9 +215,17 @@ def starting_rate(
     """
     reason = "suggestions exist only for these optimizers"
     require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), reason)
-    require_positive("batch_size", batch_size, "it is a number of samples")
-    require_positive("sgd_lr", sgd_lr, "it is a learning rate")
-    require_positive("sgd_batch_size", sgd_batch_size, "it is a number of samples")
+    require_positive(
+        "batch_size",
+        batch_size,
+        "the suggestion grows with it. Pass the number of samples per step",
+    )
+    require_positive("sgd_lr", sgd_lr, "the suggestion is a multiple of it. Pass 0.1, for example")
+    require_positive(
+        "sgd_batch_size",
+        sgd_batch_size,
+        "the suggestion is relative to it. Pass the batch size for which `sgd_lr` works",
+    )
 
     scale = sgd_lr * 256 / sgd_batch_size / 0.1
     if optimizer == "sgd":

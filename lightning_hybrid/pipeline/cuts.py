@@ -85,7 +85,11 @@ def balanced_cuts(
     [1, 3]
     """
     num_blocks = len(seconds)
-    require_whole("num_stages", num_stages, "it is a number of stages. Set num_stages=2")
+    require_whole(
+        "num_stages",
+        num_stages,
+        "the network is divided into this number of stages. Set num_stages=2",
+    )
     if activation_bytes is None:
         activation_bytes = [0.0] * num_blocks
     if num_alive is None:

@@ -41,7 +41,7 @@ class DataRanksMixin(HybridAllReduce):
         return self._stages
 
     def set_world_ranks(self) -> None:
-        """Set the rank and the world size, and raise if the world cannot be divided into pipelines."""
+        """Set the rank and the world size, and raise an error if the world cannot be divided into pipelines."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
             check_ranks(

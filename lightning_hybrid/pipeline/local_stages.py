@@ -88,7 +88,7 @@ class Stages:
     # ---- agreement -----------------------------------------------------------------------------
 
     def compare_digests(self, subject: str, digest: int, describe: Callable[[], Any]) -> None:
-        """Raise if a digest differs between the ranks of a pipeline.
+        """Raise `ValueError` if a digest differs between the ranks of a pipeline.
 
         Collective: every rank of the pipeline must call it, in the same order.
 
@@ -120,7 +120,7 @@ class Stages:
         )
 
     def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
-        """Raise if the shapes or labels of a batch differ between the ranks of a pipeline.
+        """Raise `ValueError` if the shapes or labels of a batch differ between the ranks of a pipeline.
 
         Labels are compared if `with_values` is True.
 
@@ -132,7 +132,7 @@ class Stages:
         digest = digest_of(batch, with_values=with_values)
 
         def describe() -> str:
-            return f"{rows_if_known(batch)} samples, labels and shapes {digest:x}"
+            return f"{rows_if_known(batch)} samples, digest of labels and shapes: {digest:x}"
 
         self.compare_digests("The batch", digest, describe)
 
@@ -179,7 +179,7 @@ class Stages:
     def _find_boundaries(self, inputs: Callable[[], tuple[Tensor, ...]]) -> list[Boundaries]:
         first_rank = self.ranks.peers[0]
         find_inputs = partial(_boundaries_of, inputs)
-        boundaries = [self._broadcast_found(find_inputs, first_rank, "its input")]
+        boundaries = [self._broadcast_found(find_inputs, first_rank, "the network's input")]
         for stage in range(self.ranks.num_stages):
             owner = self.ranks.peers[stage % self.ranks.num_ranks]
             find_outputs = partial(self._outputs_of, stage, boundaries[-1])
@@ -210,7 +210,7 @@ class Stages:
         )
         result = message[0]
         if isinstance(result, str):
-            raise ValueError(f"On rank {owner}, {source}: {result}")
+            raise ValueError(f"Rank {owner} cannot determine the shapes of {source}: {result}")
         return result
 
     def _outputs_of(self, stage: int, inputs: Boundaries) -> Boundaries | str:

@@ -81,7 +81,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: float) -> None:
-    """Raise if the pipeline and the whole network compute different losses for a micro-batch.
+    """Raise `ValueError` if the pipeline and the whole network compute different losses for a micro-batch.
 
     Raises:
         ValueError: The losses differ, or the loss depends on module state that each micro-batch changes.

@@ -115,9 +115,9 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     size = count_rows(batch)
     if size % num:
         raise ValueError(
-            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank, because "
-            "micro-batches have equal sizes. Change one of the two values. If only the last batch is smaller, set "
-            "`drop_last=True` in the loader."
+            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data-parallel rank, "
+            "because micro-batches have equal sizes. Change one of the two values. If only the last batch is smaller, "
+            "set `drop_last=True` in the loader."
         )
     if size == 0:
         return [batch] * num
@@ -256,7 +256,7 @@ class Muting:
     def muted(self) -> Iterator[None]:
         """Temporarily suppress `log`, `log_dict` and metric updates.
 
-        `all_gather` raises, because only one stage would call it.
+        `all_gather` raises an error, because only one stage would call it.
         """
         with temporary_attributes(
             self._module, log=_log_nothing, log_dict=_log_nothing, all_gather=_refuse_gather

@@ -35,7 +35,7 @@ _ASYNCHRONOUS = (
 def check_options(
     *, num_stages: int, num_microbatches: int, schedule: str, cuts: Cuts, of: str = "net"
 ) -> None:
-    """Raise if a pipeline option that does not depend on the module is invalid.
+    """Raise `ValueError` if a pipeline option that does not depend on the module is invalid.
 
     Raises:
         ValueError: An option is invalid. The message names it.
@@ -82,7 +82,7 @@ def _check_num_microbatches(num_microbatches: int, num_stages: int, schedule: st
     require_whole(
         "num_microbatches",
         num_microbatches,
-        "it is a number of micro-batches. Set num_microbatches=8",
+        "each batch is split into this number of micro-batches. Set num_microbatches=8",
     )
     if num_microbatches < num_stages:
         advised = 4 * num_stages
@@ -127,7 +127,7 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
 def check_ranks(
     *, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False
 ) -> None:
-    """Raise if the ranks cannot be divided into pipelines, or if they cannot run the schedule.
+    """Raise `ValueError` if the ranks cannot be divided into pipelines, or if they cannot run the schedule.
 
     Args:
         num_stages: Number of ranks of a pipeline.
@@ -156,7 +156,7 @@ def check_ranks(
 def refuse_in_pipeline(
     trainer: Any, module: Any, precision: Any, *, is_setup: bool = False
 ) -> None:
-    """Raise if the trainer, the module, the precision or an optimizer uses an option that pipelines do not support.
+    """Raise an error if the trainer, module, precision or an optimizer uses an option that pipelines do not support.
 
     Args:
         trainer: The trainer.
@@ -231,7 +231,7 @@ def _num_last_samples(loader: Any, num_batches: float) -> int:
 
 
 def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:
-    """Raise if the network or the pipeline settings differ between ranks.
+    """Raise `ValueError` if the network or the pipeline settings differ between ranks.
 
     Collective: every rank of WORLD must call it, in the same order.
 
@@ -349,7 +349,7 @@ def cut_places(
         if len(cuts.seconds) != num_blocks:
             raise ValueError(
                 f"`cuts` is a profile of {len(cuts.seconds)} blocks, but the network has {num_blocks} blocks. "
-                "`cuts` needs one number for each block."
+                "Pass a profile with one number for each block."
             )
         places = _places_by_profile(cuts, num_stages, num_microbatches, schedule)
     elif cuts is None:

@@ -100,7 +100,7 @@ class PipelineGroups:
     def __init__(self, ranks: PipelineRanks, *, timeout: timedelta) -> None:
         self._timeout = timeout
         self._groups: list[Any] = []
-        # Messages have a group of their own because Gloo matches them by order of arrival.
+        # Messages have their own group, because Gloo matches them by order of arrival.
         self.pipe = self.new_group(ranks.pipelines, "pipeline stages")
         self.agree = self.new_group(ranks.pipelines, "pipeline agreement", backend="gloo")
         # The group exists even if only one rank holds each stage, so that torchmetrics reduce over that rank

@@ -80,7 +80,7 @@ Boundaries = tuple[Boundary, ...]
 
 
 def check_shapes(boundaries: Sequence[Boundary], value: object, subject: str) -> None:
-    """Raise if a tensor, or a tuple of tensors, does not have the agreed shapes and dtypes.
+    """Raise `RuntimeError` if a tensor, or a tuple of tensors, does not have the agreed shapes and dtypes.
 
     Args:
         boundaries: The agreed specifications.

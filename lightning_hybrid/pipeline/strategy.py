@@ -104,7 +104,10 @@ class HybridPipeline(DataRanksMixin):
         num_microbatches = plain_value(num_microbatches)
         cuts = plain_value(cuts)
         require_choice(
-            "checkpoint_activations", checkpoint_activations, (True, False), "it is a switch"
+            "checkpoint_activations",
+            checkpoint_activations,
+            (True, False),
+            "True recomputes activations in backward, and False stores them",
         )
         check_options(
             num_stages=num_stages,
@@ -165,8 +168,9 @@ class HybridPipeline(DataRanksMixin):
             self._check_clipping_of(module)
         self._until_teardown.enter_context(example_hidden(module))
         rank_zero_info(
-            f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
-            f"{self.schedule}, {self.num_microbatches} micro-batches; cuts {places[1:-1]} of {len(blocks)} blocks"
+            f"pipeline: {ranks.num_stages} stages, each pipeline on {ranks.num_ranks} of {ranks.world_size} ranks; "
+            f"schedule {self.schedule}, {self.num_microbatches} micro-batches; cuts before blocks {places[1:-1]} of "
+            f"{len(blocks)}"
         )
 
     def _cut_network(self, module: pl.LightningModule, places: Sequence[int]) -> Stages:

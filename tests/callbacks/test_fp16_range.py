@@ -47,7 +47,7 @@ def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
     small = tensors["weight", "small.weight"]
     large = tensors["activation", "large (Linear)"]
     assert (small.below_subnormal, small.above) == (1, 0)
-    assert "the fp32 weights keep these values" in small.remedy
+    assert "initialize the weights with a larger spread" in small.remedy
     assert "weight_norm_bounds" in small.remedy
     assert (large.below_subnormal, large.above) == (0, 1)
     assert "normalization" in large.remedy
@@ -55,7 +55,7 @@ def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
     assert tensors["weight", "large.bias"].above == 1
     assert ("weight", "norm.weight") not in tensors  # it stays fp32
     shares = "weight small.weight: 100.0% below 6e-8, 100.0% below 6e-5, 0.0% above 65,504"
-    assert f"{shares}. Remedy: the fp32 weights keep these values" in str(report)
+    assert f"{shares}. Remedy: initialize the weights with a larger spread" in str(report)
 
 
 def test_small_gradients_get_the_loss_scale_that_holds_them_and_large_ones_none():
@@ -129,5 +129,5 @@ def test_what_the_report_cannot_see_is_refused():
     module.automatic_optimization = False
     with pytest.raises(ValueError, match=r"`automatic_optimization` \(=False\) cannot be combined"):
         half_precision_report(module, batches())
-    with pytest.raises(ValueError, match=r"`parameters\(\)` \(=none\)"):
+    with pytest.raises(ValueError, match=r"`parameters\(\)` is empty"):
         half_precision_report(pl.LightningModule(), batches())

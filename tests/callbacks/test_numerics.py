@@ -69,7 +69,7 @@ def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_
             "The outputs of all 9 layers were finite, so the loss or backward is the cause.",
             "Recent scales: ",
             "1 at step ",
-            f"On rank {rank} (host {HOST}), in batch ",
+            f"The error occurred on rank {rank} (host {HOST}) in batch ",
             f"The state was saved for inspection: {tmp_path}/numbers/step",
         ):
             assert words in error, f"on rank {rank}"

@@ -72,7 +72,7 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
     )
     for rank, (error, last_step) in enumerate(spoiled(two_ranks, target, precision, 4)):
         assert error.startswith(expected_begin), f"on rank {rank}: {error}"
-        assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error, f"on rank {rank}"
+        assert "between steps 0 and 4 (with every_n_steps=4): " in error, f"on rank {rank}"
         assert f"{named} on rank 1 (host " in error, f"on rank {rank}"
         assert "differs from its value on rank 0 (host " in error, f"on rank {rank}"
         assert last_step == 4, f"on rank {rank}"
@@ -126,7 +126,7 @@ def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_
     for rank, seen in enumerate(fit(two_ranks, partial(Differs, "weights"), **scene)):
         assert seen.error == "", f"on rank {rank}"
     words = (
-        "They diverged when training started (`every_n_steps` (=100)): `momentum_buffer` of the op"
+        "They diverged when training started (with every_n_steps=100): `momentum_buffer` of the op"
     )
     for rank, seen in enumerate(fit(two_ranks, partial(Differs, "momentum"), **scene)):
         assert words in seen.error, f"on rank {rank}"

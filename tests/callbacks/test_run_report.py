@@ -154,7 +154,7 @@ def test_the_page_of_a_run_needs_no_other_file(written):
     assert rows["optim.note"] == ["<b>"]
     assert "optim.lr=0.1" in content
     assert "comm: 2 ranks on 1 node; all-reduce: " in content
-    assert "Bucket 1 is waited for longest: 50 ms, mean" in content
+    assert "Bucket 1 has the longest mean wait: 50 ms" in content
     # The page shows no second figure for a metric that the first table has for the whole run.
     logged = json.loads((run_dir / "summary.json").read_text())["metrics"]
     for name in (m.IMAGES_PER_S, m.COMM_EXPOSED_S, m.COMM_EXPOSED_SHARE, m.TRAIN_SKIPPED_STEPS):

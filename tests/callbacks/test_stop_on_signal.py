@@ -138,10 +138,10 @@ def test_a_host_of_an_elastic_run_that_writes_no_checkpoint_says_who_writes_it(o
     ((message,),) = one_rank.run(logged_on_another_host, str(tmp_path))
     assert os.listdir(tmp_path) == []
     assert message.startswith(
-        "stopped by SIGTERM in epoch 0 after step 6; this host has written no"
+        "stopped by SIGTERM in epoch 0 after step 6. This host has written no"
     )
     assert "only the first host of the run writes" in message
-    assert "resumes from there" not in message
+    assert "To resume" not in message
 
 
 def broken(folder, error, signals):
@@ -274,7 +274,9 @@ def test_a_single_name_of_a_signal_needs_no_list():
     ("number", "text"), [(15, "15"), (signal.SIGTERM, "<Signals.SIGTERM: 15>")]
 )
 def test_the_number_of_a_signal_is_refused_in_favor_of_its_name(number, text):
-    words = rf"`signals` contains {text}, but must contain the names of signals instead of numbers. Set signals="
+    words = (
+        rf"`signals` contains {text}, but must contain names of signals, not numbers. Set signals="
+    )
     with pytest.raises(ValueError, match=words):
         StopOnSignal(signals=[number])
 

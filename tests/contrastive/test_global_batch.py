@@ -330,7 +330,7 @@ class Scripted(Network):
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_parameters_that_cannot_be_shown_as_leaves_are_refused():
     with pytest.raises(
-        ValueError, match=r"`net.0.weight` \(a parameter of TorchScript\) must be a plain parameter"
+        ValueError, match=r"`net.0.weight` \(a TorchScript parameter\) must be a plain parameter"
     ):
         with_global_batch(Scripted, data())
 

@@ -267,7 +267,8 @@ def test_an_order_that_lightning_does_not_deal_is_refused_under_other_ranks(
     rank_pool, tmp_path, make, settings
 ):
     text = refusal(rank_pool, layout(2, 1), layout(1, 2), tmp_path, make, **settings)
-    assert "`world_size` (=1) must equal the checkpoint's 2. Set world_size=2" in text
+    assert "`world_size` (=1) must equal the value in the checkpoint (=2), because" in text
+    assert "Resume with world_size=2." in text
 
 
 def test_a_larger_accumulation_of_the_same_batches_resumes_between_its_steps(rank_pool, tmp_path):

@@ -349,7 +349,8 @@ def under_workers(name: str, folder: str, workers: int) -> str:
 def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
     """Each worker reads its own part of the stream, so the batches would differ."""
     (error,) = one_rank.run(under_workers, "stream", str(tmp_path), 2)
-    assert "`num_workers` (=2) must equal the checkpoint's 0. Set num_workers=0" in error
+    assert "`num_workers` (=2) must equal the value in the checkpoint (=0), because" in error
+    assert "Set num_workers=0." in error
 
 
 class Numbers(IterableDataset):

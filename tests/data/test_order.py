@@ -118,7 +118,7 @@ def batch_of_two_ranks(global_batch_size):
         ),
         (
             lambda: resumed_from({"seed": 4}),
-            r"^`seed` \(=.*must equal the checkpoint's value.*Set ",
+            r"^`seed` \(=.*must equal the value in the checkpoint.*Set ",
         ),
         (lambda: resumed_from({"global_batch_size": 24}), r"^`global_batch_size` \(="),
         (lambda: resumed_from({"num_images": 104}), r"^`num_images` \(="),

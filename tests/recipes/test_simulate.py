@@ -96,7 +96,7 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
         "A failure occurs every",
         "The run is compute-bound: ",
         "The prediction favors flat",
-        "Fewer bits",
+        "Gradient compression",
         "A GPU needs",
         "Data parallelism is faster",
         "Confidence: ",
@@ -148,16 +148,17 @@ ANSWERS = {
     ),
     f"{TWO_NODES} cluster.links.transport.generation=ampere cluster.links.transport.fabric=roce plan.num_buckets=1 "
     "plan.bucket_bytes=2097152": (
-        r"plans is two_level, .* The best flat plan takes [\d.]+% longer\. Train with the best plan by "
+        r"plans is two_level, .* The best flat plan takes [\d.]+% longer\. To train with the best plan, set "
         r"strategy\.comm\.algorithm=two_level"
     ),
     "cluster=dgx_h100 num_nodes=16 search.bucket_bytes=[4194304]": (
-        r"\nFewer bits between nodes would not pay: a step takes [\d.]+ ms, of which [\d.]+ ms are exposed "
-        r"communication, and [\d.]+ ms with int8, [\d.]+ ms with int4; rounding takes [\d.]+ ms, not measured\.\n"
+        r"\nGradient compression between nodes would not pay off: a step takes [\d.]+ ms, of which [\d.]+ ms are "
+        r"exposed communication, and [\d.]+ ms with int8, [\d.]+ ms with int4; rounding takes [\d.]+ ms, not "
+        r"measured\.\n"
     ),
     "cluster=netlab num_nodes=4 images_per_s=100 itemsize=4 search.bucket_bytes=[4194304]": (
-        r"would pay: a step takes .* with float16, .* with int4; rounding takes [\d.]+ ms\. They change the "
-        r"results of training, so they are off by default\. To use them, set strategy\.between_nodes\.dtype=int4\."
+        r"would pay off: a step takes .* with float16, .* with int4; rounding takes [\d.]+ ms\. Compression changes "
+        r"the results of training, so it is off by default\. To use it, set strategy\.between_nodes\.dtype=int4\."
     ),
     "cluster=cloud_25gbe num_nodes=4 sync_across_nodes_every=8 search.bucket_bytes=[4194304]": (
         r"\nEvery 8 steps nodes average master weights and momentum, which takes [\d.]+ ms\. In between, every"

@@ -101,7 +101,7 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tuned, tmp_path):
     assert written_steps_s == [candidate.step_s for candidate in tuned.plans]
     assert content["calibration"]["links"]["across"]["latency_interval_s"][0] > 0
     draw_links(tuned, tmp_path)
-    assert "Sums: predicted " in (tmp_path / "tune.svg").read_text()
+    assert "All-reduces: median prediction error " in (tmp_path / "tune.svg").read_text()
     table = (tmp_path / "table.md").read_text()
     assert "| between nodes |" in table
     assert "(the library's own)" in table
@@ -117,7 +117,7 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tuned, tmp_path):
     assert [step["name"] for step in content["steps"]] == [None, "int8", "int4"]
     assert content["steps"][0]["step_s"] == pytest.approx(tuned.plans[0].step_s)
     table = (tmp_path / "table.md").read_text()
-    assert "To use them, set strategy.between_nodes.dtype=int4." in table
+    assert "To use it, set strategy.between_nodes.dtype=int4." in table
     assert "GB/s of float32 that a core encodes and decodes: int8 3.8" in table
     assert "int" not in (tmp_path / "plan.json").read_text()
     assert "dtype" not in usage_lines(tmp_path, tuned.name)
@@ -132,7 +132,7 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tuned, tmp_path):
 def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     result = report(gloo_cluster(1, 4))
     assert result.compression is None
-    assert "Fewer bits" not in result.markdown()
+    assert "Gradient compression" not in result.markdown()
     assert "num_nodes: 1 #" in result.description()
     assert result.about == "1 node x 4 ranks, CPU, Gloo, measured, one node only"
     assert (

@@ -136,7 +136,7 @@ class RunReport(Callback):
         if find_spec("matplotlib") is None:
             raise ModuleNotFoundError(
                 "`RunReport` needs matplotlib, which is not installed. Run `pip install "
-                "'lightning-hybrid[report]'`, or leave the callback out."
+                "'lightning-hybrid[report]'`, or remove the callback."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

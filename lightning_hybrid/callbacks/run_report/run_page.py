@@ -173,7 +173,7 @@ def _draw_buckets(buckets: Sequence[_TimedBucket], axes: Axes) -> None:
     longest = sorted(buckets, key=lambda timed: -timed.exposed_s)
     shown = [timed for timed in buckets if timed in longest[:MOST_BARS]]
     wait = html_page.format_value(longest[0].exposed_s, "s")
-    axes.set_title(f"Bucket {longest[0].bucket.index} is waited for longest: {wait}, mean")
+    axes.set_title(f"Bucket {longest[0].bucket.index} has the longest mean wait: {wait}")
 
     positions = [-index for index in range(len(shown))]
     axes.barh(positions, [timed.in_flight_s for timed in shown], color=FAINT)

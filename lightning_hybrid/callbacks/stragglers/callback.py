@@ -36,7 +36,7 @@ from lightning_hybrid.run_status import run_status
 class StragglerMonitor(Callback):
     """Callback that warns about a slow rank or a slow link between nodes that delays the other ranks.
 
-        rank 5 on host b is slow: backward takes 1.9 times the median, which costs every step 21 %
+        rank 5 on host b is slow: backward takes 1.9 times the median, which costs 21 % of every step
 
     The warning also names the phase in which the rank is slow: input, forward, backward, optimizer or callbacks.
     Every rank measures its own phases, and how long it waits for other ranks after the last bucket of a backward. The
@@ -76,16 +76,18 @@ class StragglerMonitor(Callback):
         require_whole(
             "every_n_steps",
             every_n_steps,
-            "it is the number of steps between two comparisons of the ranks",
+            "the ranks are compared every `every_n_steps` steps. Set every_n_steps=50",
             unit="steps",
         )
         require_share(
-            "min_share", min_share, "it is the fraction of the step time that a slow rank costs"
+            "min_share",
+            min_share,
+            "a rank counts as slow if it costs this fraction of the step time. Set min_share=0.1",
         )
         require_whole(
             "num_windows",
             num_windows,
-            "it is the number of consecutive windows after which a rank is reported as slow",
+            "a rank is reported if it is slow in this number of consecutive windows. Set num_windows=4",
         )
         self.every_n_steps = every_n_steps
         self.min_share = min_share

@@ -64,7 +64,7 @@ def describe_slow_link(slow_link: SlowLink, hosts: Hosts) -> str:
         )
     return (
         text
-        + f"no rank is late, but every rank waits {100 * slow_link.wait_share:.0f} % of each step for gradients"
+        + f"no rank is slow, but every rank waits {100 * slow_link.wait_share:.0f} % of each step for gradients"
     )
 
 

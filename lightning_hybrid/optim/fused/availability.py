@@ -12,7 +12,7 @@ from lightning_hybrid.optim.fused.cpu import build
 FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 TRITON_CURE = (
-    "Install Triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU that triton "
+    "Install Triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU that Triton "
     "supports"
 )
 
@@ -44,7 +44,7 @@ def has_kernels(device_type: str) -> bool:
             build.library()
         except CannotBuildError as error:
             reason = f"(=True) needs a C++ compiler on a CPU, but {error}"
-            cure = "Install one (`apt install g++`), or set the environment variable CXX to it"
+            cure = "Install a C++ compiler (`apt install g++`), or set the environment variable CXX to its path"
             _warn(reason, cure)
             return False
     return device_type in FUSED_DEVICES

@@ -6,7 +6,8 @@
     codec       rates of encoding and decoding
     curves      remaining error: measured over modeled time by bytes, for each algorithm, also through a codec
 
-`Calibration.notes` names each link that is not a line, and the error of predicted all-reduces.
+`Calibration.notes` names each link whose message times are not linear in the size, and states the error of predicted
+all-reduces.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def check_same_on_all_ranks(answers: list[dict[str, Any]]) -> None:
-    """Raise if ranks have different measurement settings.
+    """Raise `ValueError` if ranks have different measurement settings.
 
     With different settings, ranks would wait for each other in different calls.
 

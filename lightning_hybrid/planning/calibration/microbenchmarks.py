@@ -4,7 +4,7 @@
 
     ping        half a round trip between two ranks; the receiver is ready, so that Gloo needs no handshake
     exchange    two ranks send each other everything at once, and add: with Gloo's handshake
-    flows       some ranks of every node send to the next node at the same time: does one fill the link?
+    flows       some ranks of every node send to the next node at the same time, to see whether one flow fills the link
     add         all ranks add two buffers at the same time
     codec       all ranks encode float32 at the same time, and decode and add two messages, as for two nodes
     sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`; `two_level_int8`
@@ -120,18 +120,20 @@ class Measurement:
 
     def __post_init__(self) -> None:
         require_positive(
-            "limit_s", self.limit_s, "it is the time limit of the measurement in seconds"
+            "limit_s",
+            self.limit_s,
+            "the measurement ends after this number of seconds. Set limit_s=120",
         )
         require_number(
             "timeout_s",
             self.timeout_s,
-            "it is the maximum time to wait for another rank, in seconds",
+            "a rank waits for other ranks at most this number of seconds. Set timeout_s=300",
             above=True,
         )
         require_number(
             "min_sample_s",
             self.min_sample_s,
-            "it is the minimum duration of a sample in seconds",
+            "a sample takes at least this number of seconds. Set min_sample_s=0.01",
             above=True,
         )
         require_whole(
@@ -227,7 +229,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
 
 
 def validate(topology: Topology) -> None:
-    """Raise if the topology has only one rank, or nodes with different numbers of ranks."""
+    """Raise `ValueError` if the topology has only one rank, or nodes with different numbers of ranks."""
     if topology.world_size == 1:
         raise ValueError(
             "`world_size` (=1) must be 2 or more, because links between ranks are measured. Set world.devices=<ranks "
@@ -269,7 +271,7 @@ class _Table:
                 if self.elapsed_s + 2 * last_s > self.asked.limit_s:
                     continue
                 self.times_s.setdefault(case, []).append(self._sample(case, calls[case]))
-        # For an interval.
+        # A confidence interval needs at least three samples.
         enough = {case: times_s for case, times_s in self.times_s.items() if len(times_s) >= 3}
         return Measurements(times_s=enough, took_s=self.elapsed_s)
 
@@ -355,7 +357,7 @@ class _Table:
 
     def _values(self, case: Microbenchmark, dtype: str) -> Tensor:
         kind: torch.dtype = getattr(torch, dtype)
-        # Never overflows.
+        # Sums of zeros never overflow.
         return torch.zeros(max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device)
 
     def _summer(self, case: Microbenchmark) -> Callable[[], object]:

@@ -56,17 +56,17 @@ class Failures:
         require_number(
             "gpu_hours",
             self.gpu_hours,
-            "it is the mean time between two failures of a GPU",
+            "one failure per GPU is expected in this number of hours. Set gpu_hours=50000, for example",
             above=True,
         )
         require_number(
             "checkpoint_s",
             self.checkpoint_s,
-            "it is the time to write a checkpoint, in seconds",
+            "writing a checkpoint always takes some time. Set checkpoint_s=10, for example",
             above=True,
         )
         for name in ("detection_s", "restart_s", "rejoin_s", "start_s"):
-            require_number(name, getattr(self, name), "it is a time in seconds. Set 0 for none")
+            require_number(name, getattr(self, name), "a time cannot be negative. Set 0 for none")
 
     def between_s(self, num_gpus: int) -> float:
         """Return the mean time between failures of a job, in seconds."""

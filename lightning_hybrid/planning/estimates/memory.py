@@ -120,7 +120,7 @@ def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = Fals
     >>> shared_share([8 * 2**14], 8), shared_share([7 * 2**14], 8), shared_share([7 * 2**14], 8, is_world=True)
     (0.125, 1.0, 0.125)
     """
-    require_whole("num_ranks", num_ranks, "it is the number of ranks")
+    require_whole("num_ranks", num_ranks, "updates are divided among this number of ranks")
     split = sum(numel for numel in numels if is_split(numel, 2 if is_world else num_ranks, BLOCK))
     sigma = split / max(1, sum(numels))
     return sigma / num_ranks + 1 - sigma

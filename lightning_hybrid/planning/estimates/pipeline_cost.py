@@ -73,9 +73,9 @@ def schedule_tasks(
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
     require_choice("schedule", schedule, SCHEDULES, "the planner supports only these schedules")
-    require_whole("num_ranks", num_ranks, "it is the number of ranks in a pipeline")
-    require_whole("num_microbatches", num_microbatches, "it is a number of micro-batches")
-    require_whole("stages_per_rank", stages_per_rank, "it is the number of stages on each rank")
+    require_whole("num_ranks", num_ranks, "a pipeline has at least one rank")
+    require_whole("num_microbatches", num_microbatches, "a batch has at least one micro-batch")
+    require_whole("stages_per_rank", stages_per_rank, "each rank has at least one stage")
     if schedule == "interleaved" and num_microbatches % num_ranks:
         fitting = num_ranks * (num_microbatches // num_ranks + 1)
         raise ValueError(

@@ -169,7 +169,10 @@ class Search:
 
     def __post_init__(self) -> None:
         require_whole(
-            "num_shown", self.num_shown, "it is the number of plans in the report", least=0
+            "num_shown",
+            self.num_shown,
+            "the report lists this number of plans. Set num_shown=5",
+            least=0,
         )
 
     def run(self, scenario: Scenario) -> list[Candidate]:

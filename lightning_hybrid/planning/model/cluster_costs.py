@@ -82,17 +82,15 @@ class ClusterCosts:
                 require_positive(
                     f"curves.{name}.{num_bytes}",
                     ratio,
-                    "it is the measured time of such an all-reduce divided by the modeled time",
+                    "modeled times are multiplied by this ratio of measured to modeled time",
                 )
-        require_whole("num_nodes", self.num_nodes, "it is a number of nodes")
+        require_whole("num_nodes", self.num_nodes, "a cluster has at least one node")
         require_whole(
             "ranks_per_node",
             self.ranks_per_node,
-            "it is the number of ranks on a node, one per accelerator",
+            "a node has at least one rank, usually one per accelerator",
         )
-        require_whole(
-            "nics_per_node", self.nics_per_node, "it is the number of network cards of a node"
-        )
+        require_whole("nics_per_node", self.nics_per_node, "a node has at least one network card")
 
     @property
     def world_size(self) -> int:

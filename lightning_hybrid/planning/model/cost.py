@@ -51,9 +51,9 @@ class Link:
         require_positive(
             "bytes_per_s",
             self.bytes_per_s,
-            "it is the bandwidth of a link in bytes per second. Set 1.25e10 for 100 Gbit/s",
+            "message sizes are divided by this bandwidth. Set 1.25e10 bytes per second for 100 Gbit/s",
         )
-        why = "it is the one-way time of the shortest message in seconds. Set 5.0e-6 for a typical fabric"
+        why = "the one-way latency of a link cannot be negative. Set 5.0e-6 seconds for a typical fabric"
         require_number("latency_s", self.latency_s, why)
 
     def or_slower(self, other: Link | None) -> Link:
@@ -107,7 +107,7 @@ class NodeGroup:
         require_positive(
             "slowdown",
             self.slowdown,
-            "it is a ratio of compute times. Set 2 for nodes that are half as fast",
+            "compute times are multiplied by this factor. Set 2 for nodes that are half as fast",
         )
 
 
@@ -155,7 +155,7 @@ class Cost:
 def ring(num_bytes: float, num_ranks: int, link: Link) -> Cost:
     """Return the cost of a ring all-reduce (Patarasuk and Yuan 2009).
 
-    It is a reduce-scatter round the ring, followed by an all-gather.
+    It is a reduce-scatter around the ring, followed by an all-gather.
 
     >>> ring(8e6, 4, Link(latency_s=1e-6, bytes_per_s=1e9))     # 6 hops; 1.5 times the bytes
     Cost(latency_s=6e-06, transfer_s=0.012)
@@ -249,9 +249,8 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
 
 
 def _check(num_bytes: float, num_ranks: int) -> None:
-    require_whole("num_ranks", num_ranks, "it is the number of participating ranks")
+    require_whole("num_ranks", num_ranks, "an all-reduce has at least one rank")
     if not num_bytes >= 0:
         raise ValueError(
-            f"`num_bytes` (={num_bytes}) must not be negative, because it is the size of the all-reduce in bytes. Set "
-            "0 or more."
+            f"`num_bytes` (={num_bytes}) must be 0 or more. Pass the size of the all-reduce in bytes."
         )

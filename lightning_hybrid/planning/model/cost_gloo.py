@@ -56,21 +56,23 @@ class Gloo:
             require_number(
                 name,
                 getattr(self, name),
-                "it is a cost of the host or the switch. Set 0 for none",
+                "a cost of the host or the switch cannot be negative. Set 0 for none",
             )
         require_share(
-            "ring_share", self.ring_share, "it is the fraction of a link that one ring uses"
+            "ring_share",
+            self.ring_share,
+            "a single ring uses this fraction of a link's bandwidth. Set 1 if it uses all of it",
         )
         require_share(
             "wire_share",
             self.wire_share,
-            "it is the fraction of a link's bandwidth that carries payload",
+            "payload uses this fraction of a link's bandwidth. Set 1 to ignore headers",
         )
         if self.num_shared_cores is not None:
             require_positive(
                 "num_shared_cores",
                 self.num_shared_cores,
-                "it is the number of cores that emulated ranks share",
+                "the emulated ranks share this number of cores. Set None if each rank has its own core",
             )
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:

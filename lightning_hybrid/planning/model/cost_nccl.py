@@ -40,7 +40,7 @@ PAYLOAD_SHARE = 0.94
 # (github.com/argonne-lcf/alcf-nccl-tests).
 TCP_BYTES_PER_S = 3.25e9
 TCP_HOP_S = 20 * US
-# Fewer channels than that are doubled if their cards are fast.
+# If there are fewer channels than this and their cards are faster than this, NCCL doubles the channels.
 MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = (
     16,
     45e9,
@@ -82,22 +82,22 @@ class Nccl:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        require_number("launch_s", self.launch_s, "it is a time in seconds. Set 0 for none")
+        require_number("launch_s", self.launch_s, "a time cannot be negative. Set 0 for none")
         require_share(
             "payload_share",
             self.payload_share,
-            "it is the fraction of a card's line rate that carries payload",
+            "payload uses this fraction of a card's line rate. Set 1 if a measured rate is given",
         )
         require_whole(
             "ll_up_to_bytes",
             self.ll_up_to_bytes or 0,
-            "it is a message size. Set None for NCCL's own value",
+            "protocol LL is used up to this message size in bytes. Set None for NCCL's own choice",
             least=0,
         )
         require_whole(
             "channels",
             self.channels or 1,
-            "it is a number of channels. Set None for one per GPU with a network card",
+            "NCCL needs at least one channel. Set None for one per GPU with a network card",
         )
         if not re.fullmatch(r"\d+\.\d+(\.\d+)?", self.version):
             raise ValueError(
@@ -163,8 +163,8 @@ class Nccl:
         the payload bandwidth of a node with all its NICs. A hop takes NCCL's own latency, or the
         link's if that is higher (sockets, slow fabrics).
         """
-        require_whole("num_nodes", num_nodes, "it is the number of nodes")
-        require_whole("ranks_per_node", ranks_per_node, "it is the number of ranks")
+        require_whole("num_nodes", num_nodes, "an all-reduce has at least one node")
+        require_whole("ranks_per_node", ranks_per_node, "a node has at least one rank")
         if num_nodes * ranks_per_node == 1:
             return Cost()
         channels = self.channels or (
@@ -216,10 +216,10 @@ class Nccl:
         """Return the cost of a reduce in chunks along a chain of a node's ranks.
 
         The broadcast costs the same. With `is_sharded`, the result is the cost of a reduce-scatter
-        or an all-gather round a ring.
+        or an all-gather around a ring.
         """
         share = (num_ranks - 1) / num_ranks if is_sharded else 1.0
-        require_whole("num_ranks", num_ranks, "it is the number of ranks")
+        require_whole("num_ranks", num_ranks, "a reduce has at least one rank")
         if num_ranks == 1:
             return Cost()
         costs = []

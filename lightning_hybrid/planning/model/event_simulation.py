@@ -79,9 +79,11 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
         ValueError: A time is negative, infinite or NaN.
     """
     for chunk in chunks:
-        require_number("ready_s", chunk.ready_s, "it is a time in seconds")
+        require_number(
+            "ready_s", chunk.ready_s, "a chunk is ready at a finite time after the start"
+        )
         for stage in chunk.stages:
-            require_number("alone_s", stage.alone_s, "it is a time in seconds")
+            require_number("alone_s", stage.alone_s, "a stage takes a finite time")
     waiting = deque(
         sorted((chunk for chunk in chunks if chunk.stages), key=lambda chunk: chunk.ready_s)
     )

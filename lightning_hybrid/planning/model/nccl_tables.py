@@ -35,7 +35,7 @@ HOP_S = {
 }
 NVLS_HOP_S = 25 * US
 NVLS_TREE_HOP_S = 20.9 * US
-# Of the latency of Simple rings between nodes, beyond the smallest sizes.
+# Factors on the latency of Simple rings between nodes, for all but the smallest sizes.
 PLATEAU, PLATEAU_BEFORE_AMPERE = (
     1.4,
     1.9,

@@ -50,7 +50,7 @@ class Jitter:
         require_number(
             "relative_std",
             self.relative_std,
-            "it is a relative standard deviation. Set 0 for none, or 0.05 for 5 % of a step",
+            "a standard deviation cannot be negative. Set 0 for none, or 0.05 for 5 % of a step",
         )
         if not 0 <= self.slow_share <= 1:
             raise ValueError(
@@ -60,7 +60,7 @@ class Jitter:
         require_number(
             "slow_factor",
             self.slow_factor,
-            "it multiplies a time. Set 1 for no slowdown",
+            "the compute time of a slow rank is multiplied by it. Set 1 for no slowdown",
             above=True,
         )
         require_whole(
@@ -76,12 +76,12 @@ class Jitter:
         >>> Jitter().slowest(4, 3).tolist()
         [1.0, 1.0, 1.0]
         """
-        require_whole("num_steps", num_steps, "it is a number of steps")
+        require_whole("num_steps", num_steps, "at least one step is simulated")
         if self.relative_std == 0 and (self.slow_share == 0 or self.slow_factor == 1):
             return np.ones(num_steps)
         generator = np.random.default_rng(self.seed)
         factors = np.empty(num_steps)
-        # One row at a time: 16,384 ranks x 1,000 steps need no memory.
+        # Samples are drawn one step at a time, to save memory with many ranks and steps.
         for step in range(num_steps):
             row = np.maximum(0.5, 1 + self.relative_std * generator.standard_normal(num_ranks))
             factors[step] = np.max(

@@ -40,7 +40,7 @@ class StepWorkload:
         if not self.gradients or min(times_s) < 0:
             raise ValueError(
                 f"`gradients` (={len(self.gradients)} tensors) must contain at least one tensor, and no compute time "
-                "of the step can be negative. Set at least one gradient, and times of 0 or more."
+                "of the step can be negative. Pass at least one gradient, and times of 0 or more."
             )
 
     @property
@@ -93,7 +93,7 @@ def buckets_of(
         if any(not 0 <= place <= len(numels) for place in places):
             raise ValueError(
                 f"`cuts` (={list(cuts)}) must be positions from 0 to the number of tensors (={len(numels)}), because "
-                "a bucket ends at each position. Correct the positions."
+                "a bucket ends at each position. Set positions within this range."
             )
         sizes = [sum(numels[a:b]) * itemsize for a, b in itertools.pairwise(places) if b > a]
     # Plans distinguish only 16 bits and more. float64 and complex elements have 8 bytes or more.

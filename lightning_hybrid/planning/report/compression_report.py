@@ -75,16 +75,16 @@ class CompressionReport:
             f"and {others}; rounding takes {time_text(codec_s)}{'' if self.is_measured else ', not measured'}"
         )
         if proposal is None:
-            return f"Fewer bits between nodes would not pay: {why}."
+            return f"Gradient compression between nodes would not pay off: {why}."
         return (
-            f"Fewer bits between nodes would pay: {why}. They change the results of training, so they are off by "
-            f"default. To use them, set strategy.between_nodes.dtype={proposal}."
+            f"Gradient compression between nodes would pay off: {why}. Compression changes the results of training, so "
+            f"it is off by default. To use it, set strategy.between_nodes.dtype={proposal}."
         )
 
     def table(self) -> str:
         """Return a Markdown table with one row per wire format."""
         lines = [
-            "| between nodes | step s | exposed s | rounding s | MB from a node | of the step without |",
+            "| between nodes | step s | exposed s | rounding s | MB sent by a node | of the uncompressed step |",
             "|---|---|---|---|---|---|",
         ]
         for step in (self.plain, *self.steps):

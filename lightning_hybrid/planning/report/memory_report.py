@@ -128,7 +128,7 @@ class MemoryReport:
     def sentence(self, pipelines: Sequence[PipelineChoice], device: str) -> str:
         """Return a description of the memory that a rank needs.
 
-        If it does not fit, the text says what each setting saves and costs, and names the smallest
+        If it does not fit, the text says what each setting saves and costs, and names the shortest
         list of settings that fits.
         """
         asked = self.asked
@@ -147,7 +147,7 @@ class MemoryReport:
             sentences = [f"{text}. That does not fit into {room}. Try, in this order: {settings}."]
         if self.fitting:
             smallest = self.fitting[0]
-            sentences.append(f"The smallest list that fits: {self._list(smallest)}.")
+            sentences.append(f"The shortest list of settings that fits: {self._list(smallest)}.")
             whole_batches = [need for need in self.fitting if need.batch_size == asked.batch_size]
             if whole_batches and whole_batches[0] != smallest:
                 sentences.append(f"Without a smaller batch: {self._list(whole_batches[0])}.")
@@ -199,7 +199,7 @@ class MemoryReport:
         fits = ""
         if self.memory_bytes is not None:
             fits = "yes" if need.fits(self.memory_bytes) else "no"
-        name = " ".join(need.settings) or "as asked for"
+        name = " ".join(need.settings) or "as configured"
         return [name, *map(_gb, sizes), fits, self._time(need)]
 
     def numbers(self) -> dict[str, Any]:

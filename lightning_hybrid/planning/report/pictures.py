@@ -154,7 +154,7 @@ def _draw_sums(report: TuneReport, axes: Axes) -> None:
         sizes, measured_s, predicted_s = zip(*sorted(points), strict=True)
         axes.plot(sizes, measured_s, "o", color=color)
         axes.plot(sizes, predicted_s, "--", color=color, label=name.replace("_", " "))
-    axes.set_title(f"Sums: predicted {report.found.typical_error:.1%} off at the median")
+    axes.set_title(f"All-reduces: median prediction error {report.found.typical_error:.1%}")
     axes.set_xlabel("dots: measured; dashed: predicted")
     in_units(axes, x="B", y="s")
 

@@ -250,7 +250,7 @@ class SimulationReport:
         return (
             f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, an efficiency "
             f"of {self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all. The configured plan takes "
-            f"{_longer(own_s, best.step_s)}.{comparison} Train with the best plan by "
+            f"{_longer(own_s, best.step_s)}.{comparison} To train with the best plan, set "
             f"strategy.comm.algorithm={best.plan.algorithm} strategy.comm.bucket_bytes={best.plan.bucket_bytes}."
         )
 

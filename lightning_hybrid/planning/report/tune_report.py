@@ -114,7 +114,7 @@ class TuneReport:
         calibration = self.found
         lines = [f"{self.about}; {self.samples.took_s:.1f} s of measuring", ""]
         lines += [
-            "| link | alpha us | 90 % interval | beta GB/s | 90 % interval | off by, median / worst | consent us |"
+            "| link | alpha us | 90 % interval | beta GB/s | 90 % interval | error, median / worst | handshake us |"
         ]
         lines += ["|---|---|---|---|---|---|---|"]
         for name, fit in (("inside", calibration.inside), ("across", calibration.across)):
@@ -124,7 +124,7 @@ class TuneReport:
         if calibration.across is not None:
             lines += [
                 "",
-                f"wire between nodes, one way: {1e6 * cluster.across.latency_s:.4g} us (between less inside)",
+                f"wire between nodes, one way: {1e6 * cluster.across.latency_s:.4g} us (between nodes minus inside)",
             ]
         if isinstance(transport := cluster.transport, Gloo):
             costs = {
@@ -136,15 +136,16 @@ class TuneReport:
         else:
             costs = {"launch_s": f"{1e6 * transport.launch_s:.3g} us"}
         lines.append(
-            "software, fitted to the sums: " + ", ".join(f"{k} {v}" for k, v in costs.items())
+            "software costs, fitted to the all-reduces: "
+            + ", ".join(f"{k} {v}" for k, v in costs.items())
         )
         if calibration.flow_bytes_per_s:
             rates = ", ".join(
                 f"{num}: {rate / 1e9:.4g}" for num, rate in calibration.flow_bytes_per_s.items()
             )
-            lines.append(f"GB/s of a node by flows side by side: {rates}")
+            lines.append(f"GB/s of a node, by number of parallel flows: {rates}")
         lines.append(
-            "GB/s of a rank that adds, all at once: "
+            "GB/s at which each rank adds tensors while all ranks add: "
             + ", ".join(
                 f"{dtype} {rate / 1e9:.3g}" for dtype, rate in calibration.add_bytes_per_s.items()
             )
@@ -157,8 +158,8 @@ class TuneReport:
             )
         worst = calibration.worst
         lines.append(
-            f"sums: {len(calibration.sums)} timed, predicted {calibration.typical_error:.1%} off at the median; worst "
-            f"{worst.algorithm}, {size(worst.num_bytes)}: {worst.ratio:.2f} of the measured"
+            f"all-reduces: {len(calibration.sums)} timed; median prediction error {calibration.typical_error:.1%}; "
+            f"worst prediction: {worst.algorithm}, {size(worst.num_bytes)}, {worst.ratio:.2f} of the measured time"
         )
         lines += [f"note: {note}" for note in calibration.notes]
         lines += ["", self.why()]
@@ -195,7 +196,7 @@ class TuneReport:
                 f"| {1e3 * candidate.exposed_s:.4g} | {candidate.step_s / best.step_s - 1:.1%} |"
             )
         return "\n".join(
-            [*lines, "", f"of {len(self.plans)} plans that were simulated, the last is the slowest"]
+            [*lines, "", f"The last row is the slowest of the {len(self.plans)} simulated plans."]
         )
 
     # ---- files -------------------------------------------------------------------------------------------------------
@@ -240,8 +241,8 @@ class TuneReport:
         )
         lines = [
             f"# Measured by lightning-hybrid on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
-            "# Links: lines through messages, with 90 % intervals. The rest is fitted to sums, which it then predicts",
-            f"# {calibration.typical_error:.1%} off at the median and {abs(calibration.worst.ratio - 1):.0%} at worst.",
+            "# Links: lines fitted to message times (90 % intervals). The rest is fitted to all-reduces, with errors",
+            f"# of {calibration.typical_error:.1%} at the median and {abs(calibration.worst.ratio - 1):.0%} at worst.",
             *(f"# {note}" for note in calibration.notes),
             f"about: {json.dumps(self.about)}",
             "links:",
@@ -251,16 +252,16 @@ class TuneReport:
             f"  ranks_per_node: {cluster.ranks_per_node}",
             "  inside:",
             "    _target_: lightning_hybrid.planning.model.cost.Link",
-            f"    latency_s: {_yaml(cluster.inside.latency_s)} # of one host's memory: within the software's costs",
+            f"    latency_s: {_yaml(cluster.inside.latency_s)} # inside one host: part of the software costs",
             f"    bytes_per_s: {_yaml(cluster.inside.bytes_per_s)} # messages: {inside}",
             "  across:",
             "    _target_: lightning_hybrid.planning.model.cost.Link",
-            f"    latency_s: {_yaml(cluster.across.latency_s)} # messages between nodes less those inside",
+            f"    latency_s: {_yaml(cluster.across.latency_s)} # messages between nodes minus messages inside a node",
             f"    bytes_per_s: {_yaml(cluster.across.bytes_per_s)} # messages: {across}",
             f"  nics_per_node: {cluster.nics_per_node}",
             f"  is_interleaved: {str(cluster.is_interleaved).lower()}",
-            f"  measured_nodes: {cluster.measured_nodes} # curves hold to 8 times as many",
-            "  curves: # measured over modeled time, by the bytes of a sum",
+            f"  measured_nodes: {cluster.measured_nodes} # curves hold for up to 8 times as many",
+            "  curves: # measured over modeled time, by the bytes of an all-reduce",
             *(f"    {what}: {dict(curve)}" for what, curve in cluster.curves.items()),
             "  transport:",
         ]
@@ -271,7 +272,7 @@ class TuneReport:
         lines += [f"    {name}: {_yaml(value)}" for name, value in asdict(cluster.codec).items()]
         lines += [
             f"on_cuda: {str(self.world.on_cuda).lower()}",
-            "images_per_s: {} # of one rank alone, by model: yours",
+            "images_per_s: {} # of one rank alone, by model: add your own",
         ]
         unknown = (
             "input_images_per_s",
@@ -294,7 +295,7 @@ def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
         f"{fit.bytes_per_s / 1e9:.4g}",
         f"{slow / 1e9:.4g} to {fast / 1e9:.4g}",
         f"{fit.typical_error:.1%} / {worst:+.0%} at {size(worst_bytes)}"
-        + ("" if fit.is_line else ": no line"),
+        + ("" if fit.is_line else ", not linear"),
         "" if consent_s is None else f"{1e6 * consent_s:.4g}",
     ]
     return "| " + " | ".join(cells) + " |"

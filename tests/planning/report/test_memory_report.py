@@ -176,7 +176,7 @@ SAID = [
         [FEWER, SHARED],
         [FEWER, AGAIN],
         r"That does not fit into 90 GB.* Try, in this order: b=5 \(saves 20 GB, no extra time, fits\), x=node \(saves "
-        r"10 GB, 5\.0% more time\)\. The smallest list that fits: b=5 \(80 GB, no extra time\)\. Without a "
+        r"10 GB, 5\.0% more time\)\. The shortest list of settings that fits: b=5 \(80 GB, no extra time\)\. Without a "
         r"smaller batch: x=node y=true \(60 GB, 30\.0% more time\)\.$",
         5,
     ),
@@ -376,10 +376,10 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     # One forward pass of a step that waits a little for gradients.
     assert 30 < more_time_percent < 100 / 3
     assert re.search(
-        r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no extra time\)",
+        r"The shortest list of settings that fits: batch_size_per_rank=256 \([\d.]+ GB, no extra time\)",
         result.answer(),
     )
-    assert "| as asked for " in result.markdown()
+    assert "| as configured " in result.markdown()
     assert (
         "Data parallelism is faster: the best pipeline, with 2 ranks in a node (" in result.answer()
     )
@@ -394,7 +394,7 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
         result.answer(),
     )
     assert re.search(
-        r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no extra time\)",
+        r"The shortest list of settings that fits: batch_size_per_rank=8 \(7\.\d+ GB, no extra time\)",
         result.answer(),
     )
 

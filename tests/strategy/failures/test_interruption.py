@@ -84,7 +84,7 @@ def test_with_the_callback_a_checkpoint_of_that_step_is_written_and_named(
     assert end_0.split()[-1] == str(128 + number), end_0
     assert end_1.split()[-1] == "0", f"as a rank that Lightning started: {end_1}"
     (message,) = [message for message in messages if message.startswith("stopped by ")]
-    assert f"`fit(..., ckpt_path='{tmp_path}/stopped.ckpt')` resumes from there" in message
+    assert f"To resume, call `fit(..., ckpt_path='{tmp_path}/stopped.ckpt')`" in message
     assert (tmp_path / "stopped.ckpt").exists()
 
 
