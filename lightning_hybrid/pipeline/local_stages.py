@@ -132,7 +132,10 @@ class Stages:
         digest = digest_of(batch, with_values=with_values)
 
         def describe() -> str:
-            return f"{rows_if_known(batch)} samples, digest of labels and shapes: {digest:x}"
+            num_rows = rows_if_known(batch)
+            if num_rows is None:
+                return f"digest of labels and shapes: {digest:x}"
+            return f"{num_rows} samples, digest of labels and shapes: {digest:x}"
 
         self.compare_digests("The batch", digest, describe)
 

@@ -69,9 +69,13 @@ def _reduced(tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) 
 
 
 def _matrix_product(first: Tensor, second: Tensor) -> Tensor | None:
-    if first.dim() != 2 or second.dim() != 2 or first.shape[1] != second.shape[0]:
+    if first.dim() != 2 or second.dim() != 2:
         return None
-    return first.new_empty(first.shape[0], second.shape[1])
+    num_rows, num_products = first.shape
+    num_products_of_second, num_columns = second.shape
+    if num_products != num_products_of_second:
+        return None
+    return first.new_empty(num_rows, num_columns)
 
 
 def _matrix_product_with_bias(bias: Tensor, first: Tensor, second: Tensor) -> Tensor | None:

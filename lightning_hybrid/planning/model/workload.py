@@ -37,10 +37,14 @@ class StepWorkload:
             self.input_s,
             *(time_s for _, time_s in self.gradients),
         ]
-        if not self.gradients or min(times_s) < 0:
+        if not self.gradients:
             raise ValueError(
-                f"`gradients` (={len(self.gradients)} tensors) must contain at least one tensor, and no compute time "
-                "of the step can be negative. Pass at least one gradient, and times of 0 or more."
+                "`gradients` (=()) must contain at least one tensor. Pass the size and time of each gradient."
+            )
+        if min(times_s) < 0:
+            raise ValueError(
+                f"`forward_s`, `update_s`, `input_s` and the times in `gradients` (at least {min(times_s):g} s) cannot "
+                "be negative. Pass times of 0 or more."
             )
 
     @property

@@ -157,6 +157,14 @@ def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
     row.copy_(crop)
 
 
+def _is_range(values: Sequence[float]) -> bool:
+    """Return whether values are two positive numbers in ascending order."""
+    if len(values) != 2:
+        return False
+    low, high = values
+    return 0 < low <= high
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainCrop:
     """Random resized crop with horizontal flip for training, which depends only on (seed, epoch, image).
@@ -172,12 +180,12 @@ class TrainCrop:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if len(self.area) != 2 or not 0 < self.area[0] <= self.area[1] <= 1:
+        if not _is_range(self.area) or self.area[1] > 1:
             raise ValueError(
                 f"`area` (={list(self.area)}) must be two fractions of an image's area in ascending "
                 "order. Set data.area=[0.08,1.0], the usual values for ImageNet."
             )
-        if len(self.aspect) != 2 or not 0 < self.aspect[0] <= self.aspect[1]:
+        if not _is_range(self.aspect):
             raise ValueError(
                 f"`aspect` (={list(self.aspect)}) must be two ratios of width to height in ascending "
                 "order. Set data.aspect=[0.75,1.3333333333333333], the usual values for ImageNet."
