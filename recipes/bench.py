@@ -1,6 +1,6 @@
 """Command that benchmarks all-reduces of buffers and gradients, and training steps.
 
-Run `python recipes/bench.py devices=4`, or use torchrun.
+Run `python recipes/bench.py world.devices=4`, or use torchrun.
 """
 
 import logging
@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> None:
     Rank zero prints each result as soon as it is measured, and writes the report at the end.
     """
     with launch.job(cfg) as launched:
-        # Because they print a line about devices for every fit.
+        # Lightning would print lines about devices for every training run.
         for name in (
             "lightning.pytorch",
             "lightning.fabric",

@@ -1,10 +1,10 @@
 """Checks of this library on a machine's GPUs: training, features on several ranks, failures, streams and speed.
 
   out=gpu_check       folder for report.json, report.html and gpu_report.zip, written after each check
-  minutes=50          time for all checks; checks that do not fit in are skipped
+  minutes=50          time for all checks; checks for which no time is left are skipped
   only=NAME,...       run these checks only; each line of the output starts with a name
   again=NAME,...      repeat these checks although they passed before; a restarted run skips checks that passed
-  readme=FILE         run nothing, and write the results in out into this file's table (recipes/records/README.md)
+  readme=FILE         write the results from out into the table of a file (recipes/records/README.md), and run nothing
   --device cpu        run the checks that make sense without a GPU
 
 Examples
@@ -54,9 +54,9 @@ def _check(
     )
 
 
-BOTH = "both classes of NCCL"
+BOTH = "both process-group classes of NCCL"
 EXCHANGE = "parameters are fp32 outside of forward and backward"
-LOST = "a lost rank is an error that names it, within seconds"
+LOST = "the other ranks name a failed rank within seconds"
 # The most important checks come first: correctness before speed, one rank before several. Columns: maximum seconds,
 # estimated seconds on one GPU (8 to start and compile, 25 for ranks that share the GPU and the same training on the
 # CPU), guarantee of the README.
@@ -79,12 +79,12 @@ CHECKS = [
         for precision in ("16-true", "bf16-true", "32-true")
         for name in ("lars", "lamb")
     ),
-    _check("resumes", 90, 15, "a resumed run ends with the same bits", fits.resumes),
+    _check("resumes", 90, 15, "a resumed run is bit-identical", fits.resumes),
     _check(
         "dynamic_scale",
         120,
         20,
-        "the dynamic loss scale, and schedules by steps",
+        "the dynamic loss scale with per-step schedules",
         scales.dynamic_scale,
     ),
     _check(
@@ -105,7 +105,7 @@ CHECKS = [
         _check(f"rank_{how}", features.loss_limit_s(how), 50, LOST, features.lost_rank, how)
         for how in features.LOSSES
     ),
-    _check("lost_host", 150, 60, "a run goes on without a lost host", hosts.lost_host),
+    _check("lost_host", 150, 60, "a run continues after a host is lost", hosts.lost_host),
     *(
         _check(f"{name}_other", 150, 0, BOTH, features.fits_as_on_cpu, name, is_other_class=True)
         for name in ("flat", "two_level", "hierarchical", "int8")
@@ -126,7 +126,7 @@ CHECKS = [
     _check("updates", 90, 20, "", speed.updates),
     _check("resnet50", 600, 270, "", speed.resnet50),
     _check("sums", 90, 0, "", speed.sums),
-    _check("gpu_tests", 600, 120, "the suite's tests of a GPU", suite.gpu_tests),
+    _check("gpu_tests", 600, 120, "the GPU tests of the test suite", suite.gpu_tests),
 ]
 
 
@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     device: Literal["cuda", "cpu"] = options.device
-    # so that asking for GPUs does not create a CUDA context
+    # Without this variable, looking for GPUs would create a CUDA context.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(

@@ -95,9 +95,7 @@ def main(cfg: DictConfig) -> float | None:
     if best is None:
         raise SystemExit("error: No trial was completed. See the reasons in the table.")
     for key in report.edges(best):
-        print(
-            f"The best {key} lies at an end of its range. Widen axes.{key}.low or axes.{key}.high."
-        )
+        print(f"The best {key} is at an end of its range. Widen axes.{key}.low or axes.{key}.high.")
     print(f"best: {' '.join(overrides_of(best.params))}", flush=True)
     return best.value
 

@@ -276,7 +276,7 @@ def draw_bars(
     axes.spines[:].set_visible(False)
     axes.set_xticks([])
     axes.set_xlabel(
-        "median; line: least to most" + ("; orange: byte bound" if link_bytes_per_s else "")
+        "median; line: minimum to maximum" + ("; orange: byte bound" if link_bytes_per_s else "")
     )
 
 

@@ -80,7 +80,7 @@ def read(name: str) -> None:
     case the help ends with the line that installs them.
 
     Raises:
-        SystemExit: The question was answered.
+        SystemExit: The request was answered.
         UsageError: The command line was rejected.
     """
     if not is_question(sys.argv[1:]):
@@ -103,7 +103,7 @@ def read(name: str) -> None:
         print("\n\n".join(answer(name, key, [*options, *other_overrides]) for key in asked))
         raise SystemExit(0)
     is_sweep = parsed.multirun or "hydra.mode=MULTIRUN" in parsed.overrides
-    # Shell completion counts as a question.
+    # Shell completion counts as a request.
     is_answered = parsed.help or parsed.hydra_help or parsed.shell_completion or parsed.cfg
     if not parsed.shell_completion and (
         lines := refusals(

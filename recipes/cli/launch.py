@@ -290,7 +290,7 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
                 flush=True,
             )
         raise
-    # These errors end a run in one message. A ValueError does so only if it is about the configuration.
+    # These errors end a run with one short message. A ValueError does so only if it is about the configuration.
     except (
         MisconfigurationException,
         ValueError,

@@ -258,7 +258,7 @@ def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> No
     """
     indices = set()
     for trial in study.get_trials(deepcopy=False):
-        # its process was killed, because this process holds the lock of the folder
+        # Its process was killed: this process holds the lock of the folder, so no other one is running.
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
         elif trial.state in (TrialState.COMPLETE, TrialState.WAITING):

@@ -70,7 +70,7 @@ def paired_difference(
 def verdict(difference: Interval, margin: float) -> Verdict:
     """Classify a paired difference as equal, better, worse or open (inconclusive), at the 5 % level.
 
-    `equal`: the interval lies within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better` or
+    `equal`: the interval is within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better` or
     `worse`: the interval does not contain zero. `open`: there are too few runs for a conclusion. A small difference
     may be `equal` and yet not zero.
 

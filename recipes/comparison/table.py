@@ -12,12 +12,12 @@ from recipes.comparison.paired import Interval, paired_difference, verdict
 
 HEADER = [
     "arm",
-    "images an update",
+    "images per update",
     "updates",
     "chosen",
     "test accuracy, %",
-    "to base",
-    "to `like`",
+    "difference from base",
+    "difference from `like`",
 ]
 
 
@@ -38,11 +38,11 @@ def table_of(plan: StudyPlan, tested: Mapping[Cell, CellResult]) -> str:
             ]
         )
     words = (
-        f"Test accuracy is that of the final weights, as mean ± standard deviation over {len(plan.testing.seeds)} "
+        f"The test accuracy of the final weights is given as mean ± standard deviation over {len(plan.testing.seeds)} "
         "seeds. Runs that diverged count as guessing. Differences are in percentage points, paired by seed, with 90 % "
-        f"intervals, from `{plan.base}` and from the arm that differs in one component, at the same share. They are "
-        f"equal if the interval lies within ± {plan.margin:g} points (two one-sided tests), better or worse if it does "
-        "not contain zero, and open otherwise."
+        f"intervals. The reference is `{plan.base}`, or the variant that differs in one component, at the same batch "
+        f"size. A difference is equal if its interval is within ± {plan.margin:g} points (two one-sided tests), better "
+        "or worse if the interval does not contain zero, and open otherwise."
     )
     return f"{words}\n\n{markdown_table(HEADER, rows)}"
 

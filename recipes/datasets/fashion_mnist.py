@@ -3,7 +3,7 @@
     60,000 training images -> train, of which some may be held out as validation images
     10,000 test images     -> test; validation too, if no training image is held out
 
-Xiao et al. 2017, arXiv:1708.07747, MIT licence. The four published files are read from disk, and nothing is downloaded.
+Xiao et al. 2017, arXiv:1708.07747, MIT license. The four published files are read from disk, and nothing is downloaded.
 Debian has them in the package `dataset-fashion-mnist`.
 """
 

@@ -14,7 +14,7 @@ DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
 """Folder of Debian's package `dataset-fashion-mnist`."""
 
 DATA_MODULE = "recipes.datasets.fashion_mnist.FashionMNISTDataModule"
-"""Target in a configuration whose `data.root` must hold these files."""
+"""Target in a configuration whose `data.root` must contain these files."""
 
 # Checksums of the uncompressed content: the gzip headers of the authors' files and Debian's have different names and
 # times.

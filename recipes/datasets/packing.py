@@ -132,7 +132,7 @@ class Packing:
             )
 
     def _check_out(self) -> None:
-        """Raise if the shards would lie in a folder of the unpacked dataset."""
+        """Raise if the shards would be written into a folder of the unpacked dataset."""
         out = Path(self.out).resolve()
         for split in self.splits:
             folder = (Path(self.root) / split).resolve()
@@ -147,7 +147,7 @@ class Packing:
         """Pack every split, and return one summary per split.
 
         Raises:
-            ValueError: `root` is incomplete, `out` holds another packing, or too many images are corrupt.
+            ValueError: `root` is incomplete, `out` contains another packing, or too many images are corrupt.
         """
         check_root(Path(self.root), self.splits, key="root")
         sources = {split: ImageFolder(Path(self.root) / split) for split in self.splits}

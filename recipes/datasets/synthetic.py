@@ -49,7 +49,7 @@ class StoredRows(RowSource):
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
         """Copy a stored noise image into a row of a batch, and return its label."""
-        # The label belongs to the stored image and not to the index, so that a network can memorise the images.
+        # The label belongs to the stored image and not to the index, so that a network can memorize the images.
         stored = index % len(self._images)
         row.copy_(self._images[stored])
         return stored % self.num_classes

@@ -1,4 +1,4 @@
-"""Packing of text into shards of tokens, with a tokeniser that is trained on this text.
+"""Packing of text into shards of tokens, with a tokenizer that is trained on this text.
 
 `recipes/pack.py packing=text` uses this module.
 """
@@ -29,7 +29,7 @@ PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
 # our choice: a longer file is split at line ends, so that one file can be a whole dataset
 PIECE_CHARS = 1 << 14
 NUM_LETTERS = 1000  # number of the most frequent characters that become tokens, as is usual
-NUM_TOGETHER = 64  # number of pieces that are tokenised at a time
+NUM_TOGETHER = 64  # number of pieces that are tokenized at a time
 SPLITS = ("train", "val", "test")
 
 
@@ -84,14 +84,14 @@ class TextPacking:
     a run that was killed starts again.
 
     Args:
-        root: Folder of text, of which all UTF-8 files are read. None: Python's own documentation, licence and sources,
+        root: Folder of text, of which all UTF-8 files are read. None: Python's own documentation, license and sources,
             which are the same for one version of Python.
-        out: Folder for shards, tokeniser and index.
+        out: Folder for shards, tokenizer and index.
         vocab_size: Maximum size of the WordPiece vocabulary that is trained (Devlin et al. 2018, arXiv:1810.04805).
             BERT's vocabulary has 30,522 tokens of lower-case text, which is also used here.
         shard_tokens: Tokens per shard.
         max_chars: Approximate number of characters to pack. None: all.
-        max_training_chars: Approximate number of characters for training the tokeniser.
+        max_training_chars: Approximate number of characters for training the tokenizer.
 
     Raises:
         ValueError: An option is out of range.
@@ -131,7 +131,7 @@ class TextPacking:
         """Pack the text, unless `out` already contains the result, and return a summary as lines of text.
 
         Raises:
-            ValueError: `out` holds another packing, or there is too little text.
+            ValueError: `out` contains another packing, or there is too little text.
         """
         out = Path(self.out)
         start_s = time.perf_counter()
@@ -139,7 +139,7 @@ class TextPacking:
         if (out / INDEX_NAME).is_file():
             if (existing := PackedText.load(out)).about != about:
                 raise ValueError(
-                    f"`out` (={out}) must be empty or hold data packed with the same options, but it was "
+                    f"`out` (={out}) must be empty or contain text packed with the same options, but it was "
                     f"packed with {existing.about}. Choose another folder with out=<folder>."
                 )
             return [f"{existing}; already packed"]
@@ -268,7 +268,7 @@ def pieces_of(path: Path) -> Iterator[str]:
 
 
 def trained(pieces: Iterable[str], vocab_size: int) -> Any:
-    """Train a WordPiece tokeniser deterministically on the given text.
+    """Train a WordPiece tokenizer deterministically on the given text.
 
     Raises:
         ValueError: The package `tokenizers` is missing.
@@ -311,7 +311,7 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
 
 
 def tokens_of(pieces: Iterable[str], tokenizer: Any) -> Iterator[NDArray[np.uint16]]:
-    """Tokenise pieces of text, and yield the token ids of each piece with a final [SEP]."""
+    """Tokenize pieces of text, and yield the token ids of each piece with a final [SEP]."""
     source = iter(pieces)
     while some := list(itertools.islice(source, NUM_TOGETHER)):
         for encoding in tokenizer.encode_batch(some, add_special_tokens=False):

@@ -36,7 +36,8 @@ from recipes.gpu.worlds import KnownSums, layout, run_world
 NUM_STAGES = 2
 LOST_AT = 6
 LOST_RANK = 1
-NAMED_WITHIN_S = 60.0  # after it ended; a stopped rank must be named within 30 s after the timeout
+# Seconds after the rank has ended. A stopped rank must be named within 30 s after the timeout.
+NAMED_WITHIN_S = 60.0
 # Stopping a rank, as a debugger does, causes no error in NCCL, but the other ranks must still name the stopped one.
 LOSSES: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -112,8 +113,10 @@ class Feature:
     by_gloo: bool = False
 
 
-_SUMS = partial(Feature, promise="the four all-reduces, exact sums", by_gloo=True)
-_CODEC = partial(Feature, promise="8 and 4 bits between nodes, with error feedback", bound=0.05)
+_SUMS = partial(Feature, promise="exact results of the four all-reduces", by_gloo=True)
+_CODEC = partial(
+    Feature, promise="8-bit and 4-bit gradients between nodes, with error feedback", bound=0.05
+)
 _STAGES = partial(Feature, promise="pipelines", strategy=HybridPipelineStrategy, module=Plain)
 _STAGED = {"num_stages": NUM_STAGES, "num_microbatches": 4}
 FEATURES: dict[str, Feature] = {
@@ -127,11 +130,16 @@ FEATURES: dict[str, Feature] = {
     ),
     "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", by_gloo=True),
     "accumulation": Feature(
-        promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True
+        promise="gradient accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True
     ),
-    "clipping": Feature(promise="clipping", settings={"gradient_clip_val": 0.5}, by_gloo=True),
+    "clipping": Feature(
+        promise="gradient clipping", settings={"gradient_clip_val": 0.5}, by_gloo=True
+    ),
     "fp16_wire": Feature(
-        promise="fp16 wire", comm={"dtype": "float16"}, precision="32-true", by_gloo=True
+        promise="fp16 gradients on the wire",
+        comm={"dtype": "float16"},
+        precision="32-true",
+        by_gloo=True,
     ),
     "int8": _CODEC(options={"between_nodes": Mean(dtype="int8")}),
     "int8_feedback": _CODEC(options={"between_nodes": Mean(dtype="int8", error_feedback=True)}),
@@ -142,15 +150,17 @@ FEATURES: dict[str, Feature] = {
         promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1
     ),
     "local_steps": Feature(
-        promise="steps between nodes", options={"between_nodes": LocalSteps(every=2)}, by_gloo=True
+        promise="local steps", options={"between_nodes": LocalSteps(every=2)}, by_gloo=True
     ),
     "shard_update": Feature(
-        promise="the update shared within a node", options={"shard_update": "node"}, num_nodes=1
+        promise="updates sharded within a node", options={"shard_update": "node"}, num_nodes=1
     ),
     "shard_update_world": Feature(
-        promise="the update shared by all ranks", options={"shard_update": "world"}
+        promise="updates sharded over all ranks", options={"shard_update": "world"}
     ),
-    "node_slices": Feature(promise="layers cut over a node", module=Sliced, num_nodes=1),
+    "node_slices": Feature(
+        promise="layers divided among the ranks of a node", module=Sliced, num_nodes=1
+    ),
     "orthogonal": Feature(promise="orthogonal updates", optimizer="orthogonal"),
     "pipeline_gpipe": _STAGES(options={**_STAGED, "schedule": "gpipe"}),
     "pipeline_1f1b": _STAGES(options={**_STAGED, "schedule": "1f1b"}),
@@ -159,7 +169,7 @@ FEATURES: dict[str, Feature] = {
         promise="FSDP2", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"
     ),
     "fsdp2_offload": Feature(
-        promise="FSDP2 on the host's memory",
+        promise="FSDP2 with CPU offloading",
         strategy=Offloading,
         module=Offloaded,
         precision="32-true",

@@ -247,7 +247,7 @@ def _be(run: Run, request: CheckRequest) -> None:
     unfinished = request.folder / "answer.tmp"
     unfinished.write_text(json.dumps(result))
     unfinished.rename(request.folder / "answer.json")
-    os._exit(0)  # a thread that waits for a lost rank must not keep the process alive
+    os._exit(0)  # a thread that waits for a failed rank must not keep the process alive
 
 
 def _end_with(parent: Any) -> None:
@@ -274,7 +274,7 @@ def keys_from(arguments: Sequence[str]) -> dict[str, str]:
     for key in keys:
         if key not in ("out", "minutes", "only", "again", "readme"):
             usage = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=FILE"
-            raise ValueError(f"`{key}` is not known. Use {usage}.")
+            raise ValueError(f"`{key}` is not a known key. Use {usage}.")
     return keys
 
 
@@ -302,7 +302,7 @@ def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: De
     """Write the results of all checks and a description of the machine to a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checks = [asdict(outcome) for outcome in outcomes]
-    unfinished = path.with_suffix(".tmp")  # the machine may be lost at any time
+    unfinished = path.with_suffix(".tmp")  # the machine may fail at any time
     unfinished.write_text(
         json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n"
     )
@@ -354,13 +354,13 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
     """Format the numbers of passed, failed, skipped, fast and slow checks as a line of text.
 
     >>> summary([CheckOutcome(name="x", status="PASS", seconds=0.0, message="")])
-    '1 passed, 0 failed, 0 skipped; of speed 0 fast, 0 slow.'
+    '1 passed, 0 failed, 0 skipped; speed checks: 0 fast, 0 slow.'
     """
     counts = [
         sum(outcome.status == status for outcome in outcomes)
         for status in ("PASS", "FAIL", "SKIP", "FAST", "SLOW")
     ]
-    return "{} passed, {} failed, {} skipped; of speed {} fast, {} slow.".format(*counts)
+    return "{} passed, {} failed, {} skipped; speed checks: {} fast, {} slow.".format(*counts)
 
 
 def limit_s_from(minutes: str) -> float:

@@ -113,7 +113,7 @@ class ShardedNet(TrainedNet):
     def configure_model(self) -> None:
         """Shard the network over all ranks with FSDP2, with normalization layers in fp32."""
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 supports no other
+        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 supports no other format
         norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
         fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(norms, mesh=mesh, mp_policy=fp32)  # type: ignore[arg-type]

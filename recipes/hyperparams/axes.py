@@ -20,7 +20,7 @@ class Axis:
     """Search range of one configuration key, with evenly spaced values on a logarithmic or linear scale.
 
     Raises:
-        ValueError: The range is empty, it holds a single value, or a logarithmic range reaches zero.
+        ValueError: The range is empty or contains a single value, or a logarithmic range reaches zero.
 
     >>> Axis(key="optim.lr", low=0.01, high=100.0, num=5).values()
     [0.01, 0.1, 1.0, 10.0, 100.0]
@@ -77,7 +77,7 @@ class Axis:
         return [self.shifted(self.low, index) for index in range(self.num)]
 
     def is_edge(self, value: float) -> bool:
-        """Return whether a value lies at an end of the range or outside of it."""
+        """Return whether a value is at an end of the range or outside of it."""
         return value <= self.low or value >= self.high
 
     def distribution(self) -> FloatDistribution:
@@ -97,7 +97,7 @@ def axes_from(config: Mapping[str, Any], *, parent: str = "") -> list[Axis]:
     A mapping with `low` or `high` is an axis.
 
     Raises:
-        ValueError: There is no axis, or a value stands where an axis should be.
+        ValueError: There is no axis, or a value is not an axis.
 
     >>> axes_from({"optim": {"lr": {"low": 0.1, "high": 10.0, "num": 3}}})
     [Axis(key='optim.lr', low=0.1, high=10.0, num=3, scale='log')]

@@ -57,40 +57,40 @@ class AlexNetBN(nn.Module):
     fc8     logits                                              `num_classes`
     ======  ==================================================  ==================  ============================
 
-    The right column is `model=alexnet_bn_imagenet`: 62,380,232 parameters, of them 512 in bn5. Without BatchNorm, and
-    so with biases in the convolutions, the network would have 62,378,344.
+    The right column is `model=alexnet_bn_imagenet`: 62,380,232 parameters, of which 512 are in bn5. Without BatchNorm,
+    and with biases in the convolutions, the network would have 62,378,344.
 
-    What is published, and what is chosen here:
+    Published parts and our choices:
 
     * Five convolutions, three overlapping poolings, three fully connected layers, dropout: Krizhevsky et al. 2012.
     * BatchNorm after pool5, whose output otherwise widens with training: Jia et al. 2018, arXiv:1807.11205.
     * The rest of their network is not published layer by layer. The nearest, B. Ginsburg's AlexNet-BN in NVCaffe 0.16
-      (`models/alexnet_bn`), has two layouts; which of them they started from is not known. `train_val` normalizes each
+      (`models/alexnet_bn`), has two layouts. It is not known which one they started from. `train_val` normalizes each
       convolution before its ReLU (as Ioffe and Szegedy 2015, arXiv:1502.03167): `bn_position="before_relu"`.
       `train_val2`, which the LARS experiments there use, is `bn_position="after_pool"` with `conv_bias=True`:
       convolutions 1 to 4, then ReLU, pooling if any, BatchNorm without gamma and beta (here with them).
-    * Convolutions are not grouped, and the Gaussians' widths are chosen: see the code.
+    * Our choices are ungrouped convolutions and the standard deviations of the initial weights, see the code.
 
     Args:
-        num_classes: Classes, the last dimension of the logits.
-        in_channels: Channels of the images.
+        num_classes: Number of classes, the last dimension of the logits.
+        in_channels: Number of channels of the images.
         image_size: Height and width of the images, in pixels.
         width: Factor on the channels and features of the original network.
-        stem_kernel: Kernel of conv1, odd, in pixels (11 for ImageNet).
+        stem_kernel: Kernel size of conv1 in pixels, an odd number (11 for ImageNet).
         stem_stride: Stride of conv1, in pixels (4 for ImageNet).
-        stem_padding: Padding of conv1, in pixels (2 for ImageNet at 224, 0 at 227); None: half the kernel.
-        conv2_kernel: Kernel of conv2, odd, in pixels (5 for ImageNet), padded to keep the size.
+        stem_padding: Padding of conv1, in pixels (2 for ImageNet at 224, 0 at 227). None: half the kernel size.
+        conv2_kernel: Kernel size of conv2 in pixels, an odd number (5 for ImageNet). Padding keeps the image size.
         pool_padding: Padding of the poolings, 0 (ImageNet) or 1 pixel.
         bn_position: Position of the convolutions' BatchNorm: `"before_relu"` or `"after_pool"`. The latter is after the
             ReLU if there is no pooling, and conv5 is then normalized only by `pool5_bn`.
-        pool5_bn: BatchNorm after pool5; False is the paper's ablation.
-        conv_bias: Biases in the convolutions; useless with `"before_relu"`, whose BatchNorm subtracts them.
-        fc_std: Initial standard deviation of the weights of fc6 and fc7; None: sqrt(2 / fan_in).
-        dropout: Probability of a zero after fc6 and fc7.
-        bn_eps: Added to the variance; 1e-5 is torch's (Ginsburg's 1e-4).
-        bn_momentum: Weight of the new batch in the running statistics; 0.1 is torch's and Ginsburg's.
-        checkpoint_activations: Recompute the inside of each convolution's stage in backward instead of storing it.
-        slice_fc: `"node"`: under `hybrid_allreduce` fc6, fc7 and fc8 are tensor-parallel over the ranks of a node.
+        pool5_bn: Use BatchNorm after pool5. False is the paper's ablation.
+        conv_bias: Use biases in the convolutions. With `"before_relu"`, BatchNorm subtracts them again.
+        fc_std: Initial standard deviation of the weights of fc6 and fc7. None: sqrt(2 / fan_in).
+        dropout: Dropout probability after fc6 and fc7.
+        bn_eps: Number that is added to the variance. torch uses 1e-5, and Ginsburg uses 1e-4.
+        bn_momentum: Weight of the new batch in the running statistics. torch and Ginsburg use 0.1.
+        checkpoint_activations: Recompute the activations inside each convolution stage in backward.
+        slice_fc: `"node"`: With `hybrid_allreduce`, fc6, fc7 and fc8 are tensor-parallel over the ranks of a node.
 
     Shapes: images `"batch in_channels image_size image_size"` -> logits `"batch num_classes"`, in the images' dtype.
 
@@ -259,14 +259,15 @@ class AlexNet(nn.Module):
         avgpool      mean over 6 x 6 cells
         classifier   dropout; fc 4096; dropout; fc 4096; fc `num_classes`
 
-    ReLU after every convolution and hidden layer; a pool is max 3x3 with stride 2. 61,100,840 parameters in 16 tensors;
-    checkpoints of `torchvision.models.alexnet` load here and the reverse. It is a baseline for `AlexNetBN`.
+    A ReLU follows every convolution and hidden layer, and a pool is max 3x3 with stride 2. The network has 61,100,840
+    parameters in 16 tensors. Checkpoints of `torchvision.models.alexnet` load here and vice versa. The network is a
+    baseline for `AlexNetBN`.
 
     Args:
-        num_classes: Classes, the last dimension of the logits.
-        in_channels: Channels of the images.
-        dropout: Probability of a zero before the two hidden layers.
-        checkpoint_activations: Recompute the inside of each convolution's stage in backward instead of storing it.
+        num_classes: Number of classes, the last dimension of the logits.
+        in_channels: Number of channels of the images.
+        dropout: Dropout probability before the two hidden layers.
+        checkpoint_activations: Recompute the activations inside each convolution stage in backward.
         slice_fc: As in `AlexNetBN`, for the three layers of the classifier.
 
     Shapes: images `"batch in_channels height width"`, 63 pixels at least, 224 as published -> logits

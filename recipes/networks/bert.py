@@ -21,7 +21,7 @@ class Bert(nn.Module):
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings: As in
             `transformers.BertConfig`, whose defaults are BERT-base.
         dropout: Dropout probability of hidden states and attention.
-        checkpoint_activations: Recompute each layer's activations in backward, with the switch of `transformers`.
+        checkpoint_activations: Recompute each layer's activations in backward, as implemented in `transformers`.
 
     Raises:
         ValueError: The package `transformers` is missing.

@@ -130,8 +130,8 @@ class ResNet(nn.Module):
     ========  ==================================================  ==================  ============
 
     Names, shapes and order of the parameters and buffers are torchvision's (`conv1`, `bn1`, `layer1.0.conv1`, ...,
-    `fc`), so that checkpoints of `torchvision.models.resnet50` load here and the other way round. ResNet-50 has
-    25,557,032 parameters.
+    `fc`), so that checkpoints of `torchvision.models.resnet50` load here and vice versa. ResNet-50 has 25,557,032
+    parameters.
 
     Weights are initialized as Jia et al. 2018 (arXiv:1807.11205) describe: convolutions w ~ N(0, 2 / fan_in) with
     fan_in = in_channels * kernel^2 (He et al. 2015, arXiv:1502.01852; torchvision scales by fan-out), fc N(0, 0.01^2)
@@ -152,8 +152,9 @@ class ResNet(nn.Module):
         bn_momentum: Weight of the new batch in the running statistics. MLPerf and torch use 0.1 (0.9 in TensorFlow's
             definition).
         checkpoint_activations: Store only each block's input for backward, and recompute its other activations. The
-            gradients are the same, from 36 % of the activations (30 of 82 MiB per image in fp32 at 224, ResNet-50), for
-            a third more arithmetic. Blocks then run one by one, and forward hooks on `layer1` to `layer4` do not fire.
+            gradients are the same. ResNet-50 then stores 36 % of the activations (30 of 82 MiB per image in fp32 at
+            224), and needs a third more arithmetic. Blocks run one by one, and forward hooks on `layer1` to `layer4` do
+            not fire.
 
     Shapes: images `"batch in_channels height width"` -> logits `"batch num_classes"`, in the images' dtype.
     Channels-last images in a network of `.to(memory_format=torch.channels_last)` stay channels-last throughout.

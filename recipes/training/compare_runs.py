@@ -37,7 +37,7 @@ MOST_POINTS = 80  # per curve in a figure; longer curves are drawn as averages o
 _OF_THE_PLACE = ("run_dir", "default_root_dir", "dirpath", "save_dir")
 """Keys that contain the output directory of a run, and therefore differ between any two runs."""
 _OF_HYDRA = ("_partial_", "_recursive_", "_convert_", "_args_")
-"""Keys that tell Hydra how to build a part."""
+"""Keys that tell Hydra how to build an object."""
 _COPY = ".kept."
 """Group of keys under which checkpoints contain a copy of other keys."""
 

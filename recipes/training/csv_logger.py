@@ -152,12 +152,12 @@ def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
     num_bytes = path.stat().st_size
     try:
         with path.open("ab", buffering=0) as file:
-            # Usually this is one write, so that a process that is killed leaves no half row. A full disk accepts a
-            # part of the rows, and the next write raises its error.
+            # Usually one write is enough, so a killed process leaves no incomplete row. A full disk accepts only some
+            # of the bytes, and the next write raises the error.
             while content:
                 content = content[file.write(content) :]
     except OSError:
-        # A disk that fills up accepts only some of the rows, which the next attempt would write again.
+        # Remove the rows that were written, because the next attempt writes all rows again.
         os.truncate(path, num_bytes)
         raise
 

@@ -99,7 +99,7 @@ def newest_whole(folder: Path) -> Path | None:
     if refused:
         raise ValueError(
             f"`resume` (=auto) found no undamaged checkpoint in {folder}: {' '.join(refused)} Set "
-            "resume=null to start again, or set resume=<path> to another checkpoint."
+            "resume=null overwrite=true to start again, or set resume=<path> to another checkpoint."
         )
     return None
 

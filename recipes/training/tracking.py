@@ -103,7 +103,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
         if "weights_only" in str(error):
             # The file is complete, but it contains objects of the user's own classes.
             rank_zero_warn(
-                f"The tracker's run id in {ckpt_path} cannot be read, so the tracker starts a new run."
+                f"The id of the W&B run in {ckpt_path} cannot be read, so W&B starts a new run."
             )
             return {}
         reason = first_line(error)

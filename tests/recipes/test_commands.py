@@ -147,7 +147,7 @@ COMMANDS = {
     ),
     "search": Command(
         words=SEARCH,
-        says=("best: optim.lr=0.01\n", "lies at an end of its range. Widen axes.optim.lr.low"),
+        says=("best: optim.lr=0.01\n", "is at an end of its range. Widen axes.optim.lr.low"),
         files=("search.svg",),
         look=searched,
     ),

@@ -146,10 +146,10 @@ class _Work:
         ready.wait()
 
     def _run(self, ready: threading.Barrier) -> None:
-        torch.get_num_threads()  # the first operation of a thread copies the last number that was set, ...
-        torch.set_num_threads(
-            1
-        )  # ... so set it afterwards; it applies to operations in this thread
+        # The first operation in a thread copies the number that was set last in any thread, so it must run before this
+        # thread sets its own number.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
         ready.wait()
         while not self.stopped:
             with self.lock:

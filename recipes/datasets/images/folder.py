@@ -19,8 +19,8 @@ MAX_NAMED = 3  # names listed in an error
 class ImageFolder(ImageSource):
     """Image source that reads image files from one folder per class: `folder/<class>/<name>.JPEG`.
 
-    The suffixes .jpg and .png are accepted too.
-    Classes are numbered in the order of their names. Other files and hidden files are ignored.
+    The suffixes .jpg and .png are accepted too. Classes are numbered in the order of their names. Other files and
+    hidden files are ignored.
 
     Raises:
         ValueError: Images lie outside of class folders, archives are not unpacked, or a class folder is empty or

@@ -117,8 +117,7 @@ class DecodedImages(RowSource):
 
     def _count(self, index: int, error: Exception) -> None:
         name = self.source.name(index)
-        # setdefault is atomic under the GIL, so exactly one of several threads counts the image.
-        # Another thread has already counted it.
+        # `setdefault` is atomic under the GIL, so exactly one of several threads counts the image. The others return.
         if self.corrupt.setdefault(index, name) is not name:
             return
         num_corrupt = len(self.corrupt)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_hybrid.checks import require_whole
 
-# Purpose of random numbers that are not for a batch: the fifth word of the entropy.
+# Fifth word of the entropy, for random numbers that are not drawn for a training batch.
 _EPOCH = 1
 _VALIDATION = 2
 

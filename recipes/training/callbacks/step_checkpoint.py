@@ -15,7 +15,7 @@ class StepCheckpoint(ModelCheckpoint):
     one step later. All arguments and other behavior are those of `ModelCheckpoint`.
     """
 
-    # Lightning 2.6 treats a checkpoint that was written there as one of a finished epoch. A run that resumes from it
+    # Lightning 2.6 treats a checkpoint of such a step as one of a finished epoch. A run that resumes from it
     # skips that validation and, at the end of an epoch, all epoch-end work, including schedules by epochs.
     _is_due = False
 

@@ -65,7 +65,7 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     # Whole words in lower case, all of them known.
     assert set(words) == {word.lower() for word in WORDS}
     with pytest.raises(
-        ValueError, match=r"`out` .* must be empty or hold data packed with the same options"
+        ValueError, match=r"`out` .* must be empty or contain text packed with the same options"
     ):
         packing(text, packed, vocab_size=400).run()
 

@@ -201,7 +201,7 @@ def test_a_report_is_written_after_each_check_and_a_second_run_continues_from_it
         "They take about 4 minutes on one GPU, and at most 50 here",
         "\nSLOW  slow ",
         "\nFAIL  wrong ",
-        "1 passed, 1 failed, 0 skipped; of speed 0 fast, 1 slow.",
+        "1 passed, 1 failed, 0 skipped; speed checks: 0 fast, 1 slow.",
     ):
         assert words in printed
     assert num_run() == 1
@@ -323,7 +323,7 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
 
 def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
     wrong = {
-        "output=here": "`output` is not known. Use out=DIR",
+        "output=here": "`output` is not a known key. Use out=DIR",
         "minutes=abc": "`minutes` (=abc) must be a number above zero",
         "only=sum": "`only` (=sum) must be the name of a check. The names are exchange",
         "readme=none": "contains no readable report.json of a GPU check",

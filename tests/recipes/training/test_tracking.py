@@ -203,7 +203,7 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
         torch.save(checkpoint, path)
         assert tracking.saved_run_id(str(path)) is None
     torch.save({"callbacks": {}, "hyper_parameters": Own()}, path)
-    with pytest.warns(UserWarning, match="cannot be read, so the tracker starts a new run"):
+    with pytest.warns(UserWarning, match="cannot be read, so W&B starts a new run"):
         assert tracking.saved_run_id(str(path)) is None
     callbacks = {"TrackerRun": {"run_id": "abc"}}
     torch.save({"callbacks": callbacks, "state_dict": {"w": torch.ones(1000)}}, path)
