@@ -159,7 +159,8 @@ def test_at_most_max_in_memory_checkpoints_wait_and_their_memory_is_reused(tmp_p
     io = DurableCheckpointIO(in_background=True, max_in_memory=1, timeout_s=0.2)
     io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     with pytest.raises(
-        CheckpointWriteError, match=r"`timeout_s` \(=0.2\) has passed, but 1 checkpoints have not"
+        CheckpointWriteError,
+        match=r"`timeout_s` \(=0.2\) has passed before the disk has stored 1 checkpoint",
     ):
         io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
     with pytest.raises(CheckpointWriteError, match=r"`timeout_s` \(=0.2\) has passed"):

@@ -157,7 +157,7 @@ def test_a_link_slower_than_nccl_thinks_counts():
             r"`latency_s` \(=-1.0\) must be a number in \[0, inf\)",
         ),
         (lambda: Link(latency_s=0.0, bytes_per_s=0.0), r"`bytes_per_s` \(=0.0\) must be positive"),
-        (lambda: ring(-1.0, 2, FAST), r"`num_bytes` \(=-1.0\) must not be negative"),
+        (lambda: ring(-1.0, 2, FAST), r"`num_bytes` \(=-1.0\) must be 0 or more"),
         (lambda: ring(1.0, 0, FAST), r"`num_ranks` \(=0\) must be a whole number"),
     ],
 )

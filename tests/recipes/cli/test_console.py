@@ -94,7 +94,7 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
         (
             "strategy/between_nodes=?",
             0,
-            "strategy/between_nodes=\n  adasum                  Of the nodes",
+            "strategy/between_nodes=\n  adasum                  Adasum: the mean of the nodes",
         ),
         ("precision=fp16", 2, "error: `precision` (='fp16') must be"),
         (
