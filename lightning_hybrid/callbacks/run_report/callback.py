@@ -481,7 +481,9 @@ def _write_file(path: Path, content: bytes) -> None:
         with atomic_path(path) as part:
             part.write_bytes(content)
     except OSError as error:  # a failure to write the report must not fail the run
-        rank_zero_warn(f"{path} was not written ({error.strerror or error}). The run continues without it.")
+        rank_zero_warn(
+            f"{path} was not written ({error.strerror or error}). The run continues without it."
+        )
 
 
 def _count_of_ranks(fewest: int, most: int) -> str:
