@@ -57,7 +57,7 @@ _HYDRA_KEYS = {
     "_convert_": Literal["none", "partial", "object", "all"],
 }
 
-_WORDS = {  # Message texts for pydantic's error types. Other types keep pydantic's message.
+_WORDS = {  # Rules in messages, for pydantic's error types. Other types keep pydantic's message.
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -68,8 +68,6 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
     "dict_type": "a mapping",
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "a number of at least {ge:g}",
-    "missing": "complete, but {name} is missing",
-    "unexpected_keyword_argument": "a known key",
     "too_long": "of at most {max_length} items",
     "literal_error": "{expected}",
 }
@@ -238,38 +236,48 @@ def _refusal(
 
     Only errors of the first invalid argument are considered.
     """
-    places = [
-        _place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]
-    ]
+    errors = [error for error in errors if error["loc"][0] == errors[0]["loc"][0]]
+    places = [_place(error["loc"], values) for error in errors]
     key, value = max(places, key=lambda location: len(location[0]))
+    dotted_key = f"{prefix}{key}".rstrip(".")
+    deepest = [error for error, place in zip(errors, places, strict=True) if place[0] == key]
+    if deepest[0]["type"] == "missing":
+        missing = deepest[0]["loc"][-1]
+        return WrongValueError(
+            dotted_key,
+            f"`{dotted_key}` (={_shown(value)}) needs the key `{missing}`{why}. "
+            f"Set {dotted_key}.{missing}=<value>.",
+        )
+    if deepest[0]["type"] == "unexpected_keyword_argument":
+        return WrongValueError(
+            dotted_key,
+            f"`{dotted_key}` (={_shown(value)}) is not a known key{why}. Remove it, or correct its name.",
+        )
     rules = list[str]()
     choices = list[str]()
-    for error in (
-        error for error, location in zip(errors, places, strict=False) if location[0] == key
-    ):
+    for error in deepest:
         context = error.get("ctx", {})
         expected = context.get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
         choices += filter(None, expected)
-        context |= {"expected": " or ".join(expected), "name": error["loc"][-1]}
+        context |= {"expected": " or ".join(expected)}
         own_words = re.sub("^Input should be |^Value error, ", "", error["msg"])
         rules.append(
             _WORDS[error["type"]].format(**context) if error["type"] in _WORDS else own_words
         )
-    key = f"{prefix}{key}".rstrip(".")
     rule = " or ".join(dict.fromkeys(rules))
-    name = key
+    name = dotted_key
     # a config group inside a part
-    if not choices and (files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))):
-        name = key.replace(".", "/")
+    if not choices and (files := sorted((CONF / dotted_key.replace(".", "/")).glob("*.yaml"))):
+        name = dotted_key.replace(".", "/")
         choices = [file.stem for file in files]
     kind = "<value>"
     if rule.startswith("a ") and " or " not in rule:
         kind = f"<{rule.removeprefix('a ')}>"
     good_value = [*difflib.get_close_matches(str(value), choices, n=1), *choices, kind][0]
-    cure = f"Set {name}={good_value}"
-    if rule == _WORDS["unexpected_keyword_argument"]:
-        cure = "Remove it, or correct its name"
-    return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. {cure}.")
+    return WrongValueError(
+        dotted_key,
+        f"`{dotted_key}` (={_shown(value)}) must be {rule}{why}. Set {name}={good_value}.",
+    )
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:

@@ -355,7 +355,11 @@ def flat(mapping, prefix=""):
         ("study.margin=0", r"`study.margin` \(=.*\) must be positive"),
         (
             "+study.arms.method.share=0.1",
-            r"`study.arms.method.share` \(=0.1\) must be a known key\. Remove it",
+            r"`study.arms.method.share` \(=0.1\) is not a known key\. Remove it",
+        ),
+        (
+            "~study.tuning.num_trials",
+            r"`study.tuning` .* needs the key `num_trials`\. Set study.tuning.num_trials=<value>",
         ),
     ],
 )
