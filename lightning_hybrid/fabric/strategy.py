@@ -17,7 +17,6 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -278,8 +277,7 @@ class FabricHybridAllReduce(_Base):
         is_dead = [float(wrapped() is None) for wrapped in self._wrappers]
         is_dead += [float(module() is None) for module, _ in self._parameters_of]
         agreed = torch.tensor(is_dead, device=self.root_device)
-        if self.world_size > 1:
-            dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        agreed = self.all_reduce(agreed, reduce_op="min")
         are_dead = [flag > 0 for flag in agreed.tolist()]
         num_engines = len(self._engines)
         self._forget_modules(are_dead[num_engines:])

@@ -478,8 +478,8 @@ def fails(*args, **kwargs):
     )
 
 
-def error_while_rank_one_is_elsewhere():
-    """Return the error of a Fabric collective that fails on rank zero, while rank one runs its own code."""
+def error_while_rank_one_is_elsewhere(call):
+    """Return the error of a collective call that fails on rank zero, while rank one runs its own code."""
     fabric = fabric_of()
     net = fabric.setup_module(Net())
     engine = fabric.strategy._failures.engine
@@ -491,15 +491,19 @@ def error_while_rank_one_is_elsewhere():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "barrier", fails)  # the first call in Lightning's `all_reduce`
         try:
-            fabric.all_reduce(torch.ones(2))
+            if call == "all_reduce":
+                fabric.all_reduce(torch.ones(2))
+            else:
+                fabric.setup_module(Net())
         except RuntimeError as error:
             return str(error)
     return f"{net} went on"
 
 
-def test_a_rank_that_is_absent_from_a_collective_of_fabrics_is_named(two_ranks):
+@pytest.mark.parametrize("call", ["all_reduce", "second setup"])
+def test_a_rank_that_is_absent_from_a_collective_of_fabrics_is_named(two_ranks, call):
     expected = "comm: rank 1 does not join the collective in which others wait. State of rank 1: with no bucket"
-    for rank, text in enumerate(two_ranks.run(play, error_while_rank_one_is_elsewhere)):
+    for rank, text in enumerate(two_ranks.run(play, error_while_rank_one_is_elsewhere, call)):
         assert text.startswith(expected), f"rank {rank}"
         location = "in `error_while_rank_one_is_elsewhere` (test_strategy.py:"
         assert location in text, f"rank {rank}"
