@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import share_of
 from lightning_hybrid.data.order import EpochOrder, Indices, ResumableLoader, eval_shares
+from recipes.datasets.seed_check import require_seed
 from recipes.datasets.text_packing import (
     CLS,
     MASK,
@@ -196,7 +197,7 @@ class TextDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         least = dict.fromkeys(("vocab_size", "global_batch_size", "eval_batch_size_per_rank"), 1)
-        least |= {"sequence_length": 3, "seed": 0}
+        least["sequence_length"] = 3
         values = locals()
         for name, lowest in least.items():
             require_whole(
@@ -205,6 +206,7 @@ class TextDataModule(pl.LightningDataModule):
                 f"the loaders cannot form batches otherwise. Set data.{name}={lowest} or more",
                 least=lowest,
             )
+        require_seed(seed)
         if root is None and packing is None:
             raise ValueError(
                 "`data.root` (=null) must be a folder of packed text, because `data.packing` is "

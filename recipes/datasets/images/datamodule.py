@@ -14,6 +14,7 @@ from lightning_hybrid.data.order import Batch, EpochOrder
 from recipes.datasets.images.loader import DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from recipes.datasets.images.normalize import NormalizeOnDevice
 from recipes.datasets.images.source import RowSource
+from recipes.datasets.seed_check import require_seed
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
@@ -49,9 +50,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         super().__init__()
         for name, value, least in (
             ("global_batch_size", global_batch_size, 1),
-            ("seed", seed, 0),
             ("eval_batch_size_per_rank", eval_batch_size_per_rank, 1),
-            ("num_threads", num_threads or 0, 0),
             ("num_batches_ahead", num_batches_ahead, 1),
         ):
             require_whole(
@@ -59,6 +58,13 @@ class ImageDataModule(pl.LightningDataModule, ABC):
                 value,
                 f"the loaders cannot form batches otherwise. Set data.{name}={least} or more",
                 least=least,
+            )
+        require_seed(seed)
+        if num_threads is not None:
+            require_whole(
+                "num_threads",
+                num_threads,
+                "images are decoded in threads. Set data.num_threads=null for a share of the cores",
             )
         self.global_batch_size = global_batch_size
         self.seed = seed

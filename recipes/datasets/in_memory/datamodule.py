@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import share_of
 from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
+from recipes.datasets.seed_check import require_seed
 
 
 class InMemoryDataModule(pl.LightningDataModule):
@@ -42,9 +43,7 @@ class InMemoryDataModule(pl.LightningDataModule):
             global_batch_size,
             "each step needs at least one image. Set global_batch_size=128",
         )
-        require_whole(
-            "seed", seed, "random number generators accept no other seeds. Set data.seed=0", least=0
-        )
+        require_seed(seed)
         if global_batch_size > self.num_train:
             raise ValueError(
                 f"`global_batch_size` (={global_batch_size}) must be at most the number of training "
