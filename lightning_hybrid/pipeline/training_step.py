@@ -48,13 +48,12 @@ class _FirstLoss(NamedTuple):
 
 
 class _BufferRecord(NamedTuple):
-    """A buffer and what shows whether it has been written."""
+    """State of a buffer at one time, used to find out whether user code has written to it."""
 
     buffer: Tensor
     num_writes: int  # torch's version counter
-    fingerprint: (
-        Tensor | None
-    )  # of the values, because the counter misses writes through `buffer.data`
+    # Fingerprint of the values, because the counter misses writes through `buffer.data`.
+    fingerprint: Tensor | None
 
     def is_same_as(self, other: _BufferRecord) -> bool:
         if self.buffer is not other.buffer or self.num_writes != other.num_writes:
