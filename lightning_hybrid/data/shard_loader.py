@@ -315,9 +315,8 @@ def _loader_of_shard(loader: DataLoader[Any], shard: int, num_shards: int) -> An
         seed=dealt.seed,
         drop_last=dealt.drop_last,
     )
-    object.__setattr__(
-        copied, "sampler", sampler
-    )  # `DataLoader` does not allow setting this attribute
+    # `DataLoader.__setattr__` does not allow setting this attribute.
+    object.__setattr__(copied, "sampler", sampler)
     of_batches: Any = loader.batch_sampler
     if of_batches is not None:
         batch_sampler = BatchSampler(sampler, of_batches.batch_size, of_batches.drop_last)
