@@ -101,15 +101,13 @@ def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str 
 
     >>> require_whole("num_nodes", 1.5, "nodes are counted")
     Traceback (most recent call last):
-    ValueError: `num_nodes` (=1.5) must be a whole number, 1 or more: nodes are counted.
+    ValueError: `num_nodes` (=1.5) must be an integer, 1 or more: nodes are counted.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        of_unit = ""
+        kind = "an integer"
         if unit:
-            of_unit = f" of {unit}"
-        raise ValueError(
-            f"`{name}` (={value!r:.80}) must be a whole number{of_unit}, {least} or more: {why}."
-        )
+            kind = f"a whole number of {unit}"
+        raise ValueError(f"`{name}` (={value!r:.80}) must be {kind}, {least} or more: {why}.")
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:

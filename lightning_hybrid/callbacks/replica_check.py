@@ -186,7 +186,7 @@ class ReplicaCheck(Callback):
         gather: Callable[[Any], list[Any] | None],
         last_checked_step: int,
     ) -> None:
-        """Compare the ranks of all hosts in an elastic run, in which hosts can fail and join.
+        """Compare the weights and optimizer states of the ranks of all hosts in an elastic run.
 
         Args:
             trainer: The trainer.

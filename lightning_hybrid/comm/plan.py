@@ -175,7 +175,7 @@ class CommPlan:
         require_choice("check_order", self.check_order, (True, False), why)
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
-                f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16, because "
+                f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be an integer from 1 to 16, because "
                 "each group needs a thread and a process group per stage on every rank. Set 4 or less, "
                 "because larger values were not faster in measurements."
             )

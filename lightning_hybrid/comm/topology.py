@@ -233,7 +233,7 @@ class ReplicaSets:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that have ranks of this rank's set."""
+        """Number of nodes that this rank's set of ranks spans."""
         return self.own.num_nodes
 
     @property
@@ -275,12 +275,12 @@ class ReplicaSets:
 
 
 def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
-    """Raise if `ranks_per_node` is not a positive whole number that divides the world size.
+    """Raise if `ranks_per_node` is not a positive integer that divides the world size.
 
     The check needs no process group, so it can run before ranks are launched.
 
     Raises:
-        ValueError: `ranks_per_node` is not a positive whole number, or does not divide `world_size`.
+        ValueError: `ranks_per_node` is not a positive integer, or does not divide `world_size`.
     """
     why = "each node has this number of ranks. Leave `ranks_per_node` unset to detect the nodes"
     require_whole("ranks_per_node", ranks_per_node, why)

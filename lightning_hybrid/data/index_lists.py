@@ -151,7 +151,7 @@ def _chain_of(sampler: Any) -> list[Any]:
 
 
 class FollowsOrder(Protocol):
-    """Interface to a loader's exact resume, as needed by `IndexLists`."""
+    """Interface of loaders with exact resume, as required by `IndexLists`."""
 
     loader: Any
     traits: SamplerTraits

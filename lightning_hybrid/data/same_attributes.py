@@ -22,7 +22,7 @@ _MISSING = object()
 
 
 class SameAttributes:
-    """Synchronizer that keeps the attributes of a user's loader and of its copy equal.
+    """Two-way synchronization of the attributes of a user's loader and its copy.
 
     Under `ddp`, training iterates over the user's own object, so that changes by user code and by methods of the loader
     have an effect on both. Values that are changed in place are equal in both without this class, because the copy is

@@ -281,7 +281,7 @@ class ElasticFit:
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return a string of the run settings that must match on all hosts.
+        """Return a string that encodes the run settings that must match on all hosts.
 
         A host with a different token is rejected before it can interrupt the collectives of the other hosts.
         """

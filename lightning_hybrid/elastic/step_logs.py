@@ -84,10 +84,10 @@ class EpochLogs:
             if name not in self._warned_of:
                 self._warned_of.add(name)
                 rank_zero_warn(
-                    f"`{name}` (of type {type(self._trainer.lightning_module.get_submodule(name)).__name__}) covers "
-                    "only the first shard of each rank in an elastic run, because only states that are sums can be "
-                    "added over shards and hosts. The value of this metric differs between hosts. Compute the metric "
-                    "in validation, where each host evaluates the whole set, or use a metric whose states are sums."
+                    f"The metric `{name}` ({type(self._trainer.lightning_module.get_submodule(name)).__name__}) "
+                    "describes only a part of the training data and differs between hosts, because an elastic run can "
+                    "combine only states that are sums. Compute the metric in validation, where each host evaluates "
+                    "the whole set, or use a metric whose states are sums."
                 )
 
     def commit(self) -> None:

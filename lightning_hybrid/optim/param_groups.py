@@ -134,8 +134,8 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"`model` (=a {type(model).__name__}) must be a module, because the rules depend on the types of layers. "
-            "Call param_groups(net, ...) instead of param_groups(net.parameters(), ...)."
+            f"`model` must be a module, but it is of type {type(model).__name__}. The rules depend on "
+            "the types of layers. Call param_groups(net, ...) instead of param_groups(net.parameters(), ...)."
         )
     weight_decay = plain_value(weight_decay)
     require_number(

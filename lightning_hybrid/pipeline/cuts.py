@@ -178,7 +178,7 @@ def _check_finite(name: str, values: Sequence[float]) -> None:
     if not all(0 <= value < math.inf for value in values):
         raise ValueError(
             f"`{name}` (={list(values)!r:.80}) contains a number that is negative, infinite or nan. Pass only finite "
-            "numbers of 0 or more."
+            "numbers that are not negative."
         )
 
 

@@ -150,7 +150,7 @@ class GradientSet(pl.LightningModule):
         return errors.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Create the optimizer that the argument `optimizer` selects, fused LARS or SGD."""
+        """Create the optimizer selected by `optimizer`: fused LARS or SGD."""
         if self.optimizer == "lars":
             return LARS(self.parameters(), lr=1e-3, fused=True)
         return torch.optim.SGD(self.parameters(), lr=1e-3)

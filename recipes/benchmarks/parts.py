@@ -319,8 +319,8 @@ def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
         low, high = bucket.aminmax()
         if float(low) != num_ones or float(high) != num_ones:
             raise RuntimeError(
-                f"`{name}` computed a wrong result for the all-reduce of bucket {index}. The values are "
-                f"{float(low)} to {float(high)} instead of {num_ones}. Please report this error as a bug."
+                f"`{name}` computed a wrong result for the all-reduce of bucket {index}. The values range "
+                f"from {float(low)} to {float(high)}, but all should be {num_ones}. Please report this bug."
             )
 
 

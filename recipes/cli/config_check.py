@@ -58,7 +58,7 @@ _HYDRA_KEYS = {
 }
 
 _WORDS = {  # Rules in messages, for pydantic's error types. Other types keep pydantic's message.
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
@@ -271,8 +271,8 @@ def _refusal(
         name = dotted_key.replace(".", "/")
         choices = [file.stem for file in files]
     kind = "<value>"
-    if rule.startswith("a ") and " or " not in rule:
-        kind = f"<{rule.removeprefix('a ')}>"
+    if rule.startswith(("a ", "an ")) and " or " not in rule:
+        kind = f"<{rule.partition(' ')[2]}>"
     good_value = [*difflib.get_close_matches(str(value), choices, n=1), *choices, kind][0]
     return WrongValueError(
         dotted_key,

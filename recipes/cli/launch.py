@@ -116,7 +116,7 @@ def register_resolvers() -> None:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank zero, which is assumed if there is no launcher."""
+    """Return whether this process is rank zero. Without a launcher, it is."""
     # Lightning knows the rank once a trainer exists.
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     rank = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)

@@ -88,18 +88,18 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
     """Parse an environment variable of the launcher as a non-negative integer.
 
     Raises:
-        ValueError: The value is not a whole number of at least 0.
+        ValueError: The value is not an integer of at least 0.
 
     >>> whole_number("RANK", {"RANK": "two"})
     Traceback (most recent call last):
         ...
-    ValueError: `RANK` (='two') must be a whole number of at least 0. Launchers such as torchrun and srun set this \
+    ValueError: `RANK` (='two') must be an integer of at least 0. Launchers such as torchrun and srun set this \
 environment variable, so start the job with one of them, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
         raise ValueError(
-            f"`{name}` (={value!r}) must be a whole number of at least 0. Launchers such as torchrun "
+            f"`{name}` (={value!r}) must be an integer of at least 0. Launchers such as torchrun "
             "and srun set this environment variable, so start the job with one of them, or "
             f"`unset {name}`."
         )
@@ -225,7 +225,7 @@ WANDB_MODE=offline.
     threads = variables.get("OMP_NUM_THREADS", "1")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")):
         raise ValueError(
-            f"`OMP_NUM_THREADS` (={threads!r}) must be a whole number above zero, because OpenMP "
+            f"`OMP_NUM_THREADS` (={threads!r}) must be a positive integer, because OpenMP "
             "ignores any other value and uses all cores in each rank. Set OMP_NUM_THREADS=1."
         )
 

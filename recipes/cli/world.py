@@ -113,7 +113,7 @@ def accumulation(
     number of equal batches with at most `max_batch_size_per_rank` images each. Without either limit, it is 1.
 
     Raises:
-        ValueError: The result is not a whole number, an argument is not one, or the smallest number of equal batches is
+        ValueError: The result is not an integer, an argument is not one, or the smallest number of equal batches is
             more than twice the number that the limit requires.
 
     >>> accumulation(256, 32, None, 4, 1), accumulation(256, None, None, 4, 1)

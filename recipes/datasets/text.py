@@ -276,5 +276,5 @@ class TextDataModule(pl.LightningDataModule):
         return self._eval_loader("val")
 
     def test_dataloader(self) -> TextEvalLoader:
-        """Create this rank's loader of the test text."""
+        """Create this rank's data loader for the test text."""
         return self._eval_loader("test")

@@ -45,7 +45,7 @@ class Axis:
             )
         if not isinstance(self.num, int) or not 2 <= self.num <= MAX_VALUES:
             raise ValueError(
-                f"`axes.{self.key}.num` (={self.num}) must be a whole number from 2 to {MAX_VALUES}, "
+                f"`axes.{self.key}.num` (={self.num}) must be an integer from 2 to {MAX_VALUES}, "
                 f"because each value is a training run. Set axes.{self.key}.num=4."
             )
         if self.scale == "log" and self.low <= 0:

@@ -29,7 +29,7 @@ class CoarseToFine(BaseSampler):
     Args:
         axes: Axes to search.
         num_rounds: Number of rounds, including the first grid.
-        zoom: Factor by which each round is finer than the previous one. A whole number of at least 2.
+        zoom: Factor by which each round is finer than the previous one. An integer of at least 2.
 
     Raises:
         ValueError: `num_rounds` is below 1, or `zoom` is below 2.
@@ -130,7 +130,7 @@ class CoarseToFine(BaseSampler):
 def _require_at_least(name: str, value: int, minimum: int) -> None:
     if not isinstance(value, int) or value < minimum:
         raise ValueError(
-            f"`sampler.{name}` (={value}) must be a whole number of at least {minimum}. Set "
+            f"`sampler.{name}` (={value}) must be an integer of at least {minimum}. Set "
             f"sampler.{name}={minimum}, for example."
         )
 

@@ -53,7 +53,7 @@ def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> in
 def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> int:
     if not all(isinstance(size, int) and size > 0 for size in image_shape):
         raise ValueError(
-            f"`image_shape` (={tuple(image_shape)}) must contain positive whole numbers. Set it to "
+            f"`image_shape` (={tuple(image_shape)}) must contain positive integers. Set it to "
             "the channels, height and width of one image, without a batch dimension."
         )
     # Imported here because it imports Triton, and every network imports this module.

@@ -237,15 +237,15 @@ def _check_warmup(epochs: Any, steps: Any) -> None:
         )
     name = "warmup_steps"
     value = steps
-    kind = "whole number"
+    kind = "an integer"
     if steps is None:
         name = "warmup_epochs"
         value = epochs
-        kind = "number"
+        kind = "a number"
     fits = isinstance(value, int) or (isinstance(value, float) and steps is None)
     if not fits or isinstance(value, bool) or value < 0:
         raise ValueError(
-            f"`{name}` (={value}) must be a {kind} of at least 0. Set {name}=0 for no warm-up."
+            f"`{name}` (={value}) must be {kind} of at least 0. Set {name}=0 for no warm-up."
         )
 
 

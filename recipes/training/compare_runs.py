@@ -147,8 +147,8 @@ def read_run(folder: Path, *, name: str) -> Run:
     summary, curves = files
     if not isinstance(summary, dict) or not isinstance(curves, dict) or "metrics" not in summary:
         raise ValueError(
-            f"`runs` (={folder}) is not the directory of a run, because {FILES[0]} has no "
-            "`metrics`. Leave this run out."
+            f"`runs` (={folder}) is not a run directory, because {FILES[0]} has no "
+            "`metrics`. Remove it from `runs`."
         )
     points: dict[str, list[tuple[int, float]]] = {}
     for metric_name, curve in curves.items():

@@ -202,7 +202,7 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:
-    """Make a logger of a resumed run continue after the rows that were logged before the checkpoint.
+    """Make the logger of a resumed run append after the rows logged before the checkpoint.
 
     `row` contains the metrics of the checkpoint's step if they were not logged yet. They are logged now.
     """

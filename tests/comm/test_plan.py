@@ -245,7 +245,7 @@ def test_a_node_size_that_does_not_divide_is_refused():
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1, 2.0, "2", True])
 def test_a_node_size_that_is_no_count_is_refused(ranks_per_node):
-    with pytest.raises(ValueError, match=r"^`ranks_per_node` \(=.*must be a whole number"):
+    with pytest.raises(ValueError, match=r"^`ranks_per_node` \(=.*must be an integer"):
         Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=ranks_per_node)
 
 

@@ -175,7 +175,7 @@ def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shape
     ("call", "message"),
     [
         (lambda: InfoNCE(0.0), r"`temperature` \(=0.0\) must be a positive number"),
-        (lambda: SigLIP(block=0), r"`block` \(=0\) must be a whole number, 1 or more"),
+        (lambda: SigLIP(block=0), r"`block` \(=0\) must be an integer, 1 or more"),
         (
             lambda: InfoNCE()(torch.ones(3, 2), torch.ones(2, 2)),
             "`a` and `b` .* must be two matrices of the same shape",

@@ -284,7 +284,7 @@ def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
     seen = fit(module=LogsAuroc, warns=True, **scene, **elastic(2))
     texts = [text for text in seen.warnings if "only states that are sums" in text]
     assert len(texts) == 1
-    assert "`auroc` (of type BinaryAUROC)" in texts[0]
+    assert "`auroc` (BinaryAUROC)" in texts[0]
 
 
 def test_addresses_of_this_machine_alone_are_named() -> None:

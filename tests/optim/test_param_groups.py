@@ -196,6 +196,6 @@ def test_parameters_in_place_of_the_module_are_answered_with_the_call_to_write()
     for params in (net.parameters(), list(net.parameters()), net.named_parameters()):
         with pytest.raises(
             TypeError,
-            match=r"^`model` \(=a \w+\) must be a module, .* Call param_groups\(net, \.\.\.\)",
+            match=r"^`model` must be a module, but it is of type \w+\. .* Call param_groups\(net, \.\.\.\)",
         ):
             param_groups(params, weight_decay=0.1)

@@ -98,7 +98,7 @@ def test_a_profile_cuts_by_its_seconds_under_the_memory_that_the_schedule_needs(
             ([1.0, math.nan], [0.0, 0.0], 1),
             r"`seconds` .* contains a number that is negative, infinite or nan",
         ),
-        (([1.0], [0.0], 0), r"`num_stages` \(=0\) must be a whole number, 1 or more"),
+        (([1.0], [0.0], 0), r"`num_stages` \(=0\) must be an integer, 1 or more"),
     ],
 )
 def test_numbers_that_cannot_be_cut_are_refused(call, words):

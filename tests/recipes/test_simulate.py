@@ -217,7 +217,7 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_simulated(mo
 
 
 def test_a_negative_number_of_plans_in_the_report_is_refused():
-    with pytest.raises(ValueError, match=r"`num_shown` \(=-1\) must be a whole number, 0 or more"):
+    with pytest.raises(ValueError, match=r"`num_shown` \(=-1\) must be an integer, 0 or more"):
         Search(algorithms=[None], bucket_bytes=[MIB], num_shown=-1)
 
 

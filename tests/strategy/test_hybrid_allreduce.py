@@ -172,7 +172,7 @@ def suffixes_of(prefix):
         ),
         (
             {"ranks_per_node": "two"},
-            r"`ranks_per_node` \(='two'\) must be a whole number, 1 or more",
+            r"`ranks_per_node` \(='two'\) must be an integer, 1 or more",
         ),
         (
             {"timeout": "1 min"},

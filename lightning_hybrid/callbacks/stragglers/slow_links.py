@@ -31,10 +31,10 @@ NUM_USUAL_WINDOWS = 20
 """Number of latest windows without slowness from which a link's usual rate is computed, as their median."""
 
 Link = tuple[int, int]
-"""Sending and receiving node."""
+"""Sending and receiving nodes of a link."""
 
 Place = tuple[int | None, int | None]
-"""Sending and receiving node of a slow link. None means any node, or that the node is unknown."""
+"""Sending and receiving nodes of a slow link. None means any node, or that the node is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class SlowLink:
 
     @property
     def place(self) -> Place:
-        """Sending and receiving node of the link."""
+        """Sending and receiving nodes of the link."""
         return self.sender, self.receiver
 
     @property

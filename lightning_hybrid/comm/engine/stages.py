@@ -268,7 +268,7 @@ EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
 
 
 def stages_by_name(name: Any) -> tuple[Stage, ...]:
-    """Look up the stages of an all-reduce algorithm or of a collective of a sharded update."""
+    """Return the stages of the all-reduce algorithm or the sharded-update collective with this name."""
     if name in EXCHANGES:
         return EXCHANGES[name]
     return STAGES[name]

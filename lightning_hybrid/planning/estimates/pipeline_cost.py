@@ -208,7 +208,7 @@ def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[Sta
 
 
 def waiting_share(tasks: Sequence[Sequence[PipelineTask]]) -> float:
-    """Return the pipeline bubble, which is the average fraction of a step during which ranks are idle.
+    """Return the pipeline bubble: the average fraction of a step during which a rank is idle.
 
     The step ends with the last task.
     """

@@ -75,7 +75,7 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
 
 
 def _bucket_events(outcome: SimulatedSteps) -> list[_Event]:
-    """Return the beginning and the end of each bucket."""
+    """Return the events that start and end each bucket."""
     events = []
     last_index = len(outcome.buckets) - 1
     for bucket in outcome.buckets:

@@ -1,4 +1,4 @@
-"""Compute times of a training step, and the buckets and chunks of its gradients."""
+"""Workload of a training step: computation times, gradient buckets and their chunks."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ def _refuse_pair(
     if any(id(parameter) not in cut_parameters for parameter in first.parameters()):
         raise ValueError(
             f"`{group[0]}` (={type(first).__name__}) cannot be sliced by `node_slices`, because it has parameters "
-            "outside its linear layers, whose gradients would be computed from the slice of one rank only. List a "
-            "pair of layers within it."
+            "outside its linear layers. Their gradients would be computed from the slice of only one rank. List a pair "
+            "of layers inside it instead."
         )
 
     num_heads: Any = 0

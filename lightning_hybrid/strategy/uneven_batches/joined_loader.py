@@ -45,7 +45,7 @@ class JoinedLoader(LoaderInPlace):
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("The training loader of a rank has no length.")
+            raise TypeError("The training loader has no length on at least one rank.")
         return self._length
 
     def __iter__(self) -> Iterator[Any]:

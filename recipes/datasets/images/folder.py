@@ -81,8 +81,8 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     if not folders:
         raise ValueError(
             f"`root` (={folder.parent}) must contain one folder per class, but {folder.name}/ has "
-            f"no class folders. Move the images of each class into a folder, such as {folder.name}/n01440764/ "
-            "of ImageNet."
+            f"no class folders. Move the images of each class into a folder of their own, such as "
+            f"{folder.name}/n01440764/ for ImageNet."
         )
     return tuple(folders)
 

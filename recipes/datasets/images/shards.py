@@ -151,7 +151,7 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
                 path,
                 name,
                 f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a one-dimensional array of "
-                "whole numbers",
+                "integers",
             )
     for name, kind in (("names", "S"), ("classes", "U")):
         if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:

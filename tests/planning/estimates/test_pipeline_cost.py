@@ -126,7 +126,7 @@ def test_an_order_that_cannot_go_on_is_refused():
             r"`num_microbatches` \(=6\) must be a multiple .* Set num_microbatches=8",
         ),
         (("1f1b", 4, 6, 2), r"`stages_per_rank` \(=2\) must be 1 with schedule='1f1b'"),
-        (("gpipe", 2, 0, 1), r"`num_microbatches` \(=0\) must be a whole number"),
+        (("gpipe", 2, 0, 1), r"`num_microbatches` \(=0\) must be an integer"),
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused(call, words):

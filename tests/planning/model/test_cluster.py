@@ -158,7 +158,7 @@ def test_a_link_slower_than_nccl_thinks_counts():
         ),
         (lambda: Link(latency_s=0.0, bytes_per_s=0.0), r"`bytes_per_s` \(=0.0\) must be positive"),
         (lambda: ring(-1.0, 2, FAST), r"`num_bytes` \(=-1.0\) must be 0 or more"),
-        (lambda: ring(1.0, 0, FAST), r"`num_ranks` \(=0\) must be a whole number"),
+        (lambda: ring(1.0, 0, FAST), r"`num_ranks` \(=0\) must be an integer"),
     ],
 )
 def test_impossible_clusters_links_and_algorithms_are_refused(call, message):

@@ -154,7 +154,7 @@ def test_a_wrong_sum_is_an_error_with_the_bucket():
     buckets[1][0] = 1
     with pytest.raises(
         RuntimeError,
-        match=r"`flat` computed a wrong result for the all-reduce of bucket 1.* instead of 2",
+        match=r"`flat` computed a wrong result for the all-reduce of bucket 1.* but all should be 2",
     ):
         check(buckets, 3, "flat")
 

@@ -33,8 +33,8 @@ SLURM = {
 
 WRONG = [
     (TORCHRUN, {"RANK": "4"}, r"`RANK` \(=4\) must be below `WORLD_SIZE` \(=4\)"),
-    (TORCHRUN, {"RANK": "-1"}, r"`RANK` \(='-1'\) must be a whole number of at least 0"),
-    (TORCHRUN, {"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number of at least 0"),
+    (TORCHRUN, {"RANK": "-1"}, r"`RANK` \(='-1'\) must be an integer of at least 0"),
+    (TORCHRUN, {"RANK": "²"}, r"`RANK` \(='²'\) must be an integer of at least 0"),
     (TORCHRUN, {"LOCAL_RANK": "2"}, r"`LOCAL_RANK` \(=2\) must be below `LOCAL_WORLD_SIZE` \(=2\)"),
     (TORCHRUN, {"GROUP_RANK": "2"}, r"`GROUP_RANK` \(=2\) must be below"),
     (
@@ -52,7 +52,7 @@ WRONG = [
     (
         TORCHRUN,
         {"OMP_NUM_THREADS": "0"},
-        r"`OMP_NUM_THREADS` \(='0'\) must be a whole number above zero",
+        r"`OMP_NUM_THREADS` \(='0'\) must be a positive integer",
     ),
     (
         TORCHRUN,

@@ -347,10 +347,10 @@ def flat(mapping, prefix=""):
             "study.arms.base.shares=[0.1,0.2]",
             r"`study.arms.base.shares` \(=\[0.1, 0.2\]\) must contain only one fraction",
         ),
-        ("study.micro_batch=0", r"`study.micro_batch` \(=0\) must be a whole number, 1 or more"),
+        ("study.micro_batch=0", r"`study.micro_batch` \(=0\) must be an integer, 1 or more"),
         (
             "study.tuning.num_trials=0",
-            r"`study.tuning.num_trials` \(=0\) must be a whole number, 1 or more",
+            r"`study.tuning.num_trials` \(=0\) must be an integer, 1 or more",
         ),
         ("study.margin=0", r"`study.margin` \(=.*\) must be positive"),
         (

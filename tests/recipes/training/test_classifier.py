@@ -284,7 +284,7 @@ def test_a_compiled_network_keeps_its_names_in_checkpoints():
 WRONG_OPTIONS = {
     "warmup_epochs=1 warmup_steps=5": r"`warmup_epochs` \(=1\) and `warmup_steps` \(=5\) cannot both be set",
     "warmup_epochs=None": r"`warmup_epochs` \(=None\) and `warmup_steps` \(=None\).*cannot both be null",
-    "warmup_steps=0.5": r"`warmup_steps` \(=0.5\) must be a whole number of at least 0",
+    "warmup_steps=0.5": r"`warmup_steps` \(=0.5\) must be an integer of at least 0",
     "label_smoothing=1": r"`label_smoothing` \(=1\) must be at least 0 and below 1",
     "compile='max'": r"`compile` \(=max\) must be true or false",
 }

@@ -106,6 +106,6 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
         path.write_text(whole)
     path.write_text("{}")
     with pytest.raises(
-        ValueError, match=r"is not the directory of a run, because summary.json has no `metrics`"
+        ValueError, match=r"is not a run directory, because summary.json has no `metrics`"
     ):
         compare_runs.read_runs(two_runs)
