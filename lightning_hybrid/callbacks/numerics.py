@@ -46,7 +46,7 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 class NonFiniteLossError(RuntimeError):
-    """Error raised for a non-finite loss, unless the precision skips such steps.
+    """Error raised for a non-finite loss, unless the precision plugin skips such steps.
 
     When the error is raised, the weights are already corrupted.
     """

@@ -207,7 +207,7 @@ class Peers:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """Return the time limit of a process group's collectives, which `dist.new_group` would not inherit.
+    """Return the timeout of a process group, because `dist.new_group` does not inherit it.
 
     If the limit is unknown, the result is None, for which torch uses its default limit.
     """

@@ -173,8 +173,8 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
             f"`{missing[0]}` must not be removed from the configuration, because this recipe needs it. "
-            f"Remove ~{missing[0]} from the command line, or choose a file of conf/{missing[0]} if it "
-            "is a group."
+            f"Remove ~{missing[0]} from the command line. If `{missing[0]}` is a config group, choose "
+            f"one of the files in conf/{missing[0]}."
         )
     _require(_schema(keys), {key: values[key] for key in keys}, "", "")
 

@@ -43,7 +43,7 @@ def lost_host(request: CheckRequest, *, is_other_class: bool = False) -> Details
         assert bool(may_die) != bool(answers[LOST]), "A host must fail in the second run only."
         weights.append(torch.load(request.folder / "weights.pt", weights_only=True))
     same_bits(weights[1], weights[0], "After the failure of one of two hosts")
-    message = f"Over {backend}, the other host continued and ended with the weights of the undisturbed run."
+    message = f"Over {backend}, the other host continued and ended with the weights of the uninterrupted run."
     return {"message": message, "carrier": backend}
 
 

@@ -43,8 +43,8 @@ class StepWorkload:
             )
         if min(times_s) < 0:
             raise ValueError(
-                f"`forward_s`, `update_s`, `input_s` and the times in `gradients` (at least {min(times_s):g} s) cannot "
-                "be negative. Pass times of 0 or more."
+                f"`forward_s`, `update_s`, `input_s` and the times in `gradients` must not be negative, "
+                f"but the smallest is {min(times_s):g} s. Pass no negative times."
             )
 
     @property
