@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.flavours.lightning_pytorch_pipeline import HybridPipelineStrategy
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
     from lightning_hybrid.strategy.extension import FitContext, FitExtension
-    from lightning_hybrid.strategy.option_values import Adasum, Comm, LocalSteps, Mean, Report
+    from lightning_hybrid.strategy.option_classes import Adasum, Comm, LocalSteps, Mean, Report
 
 __all__ = [
     "Adasum",
@@ -49,17 +49,17 @@ __version__ = "0.2.0"
 
 # Modules of the public classes that are not in `flavours.lightning_pytorch`.
 _MODULE_OF_CLASS = {
-    "Adasum": "strategy.option_values",
-    "Comm": "strategy.option_values",
+    "Adasum": "strategy.option_classes",
+    "Comm": "strategy.option_classes",
     "DynamicLossScale": "precision.loss_scale",
     "FitContext": "strategy.extension",
     "FitExtension": "strategy.extension",
     "HybridElasticStrategy": "flavours.lightning_pytorch_elastic",
     "HybridPipelineStrategy": "flavours.lightning_pytorch_pipeline",
-    "LocalSteps": "strategy.option_values",
+    "LocalSteps": "strategy.option_classes",
     "LossScale": "precision.loss_scale",
-    "Mean": "strategy.option_values",
-    "Report": "strategy.option_values",
+    "Mean": "strategy.option_classes",
+    "Report": "strategy.option_classes",
     "StaticLossScale": "precision.loss_scale",
 }
 

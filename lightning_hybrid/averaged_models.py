@@ -11,10 +11,10 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_hybrid.lightning_names import lightning_types
 
 
-def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
+def averaged_models_of(callbacks: Iterable[object], *names: str) -> list[Any]:
     """Return the averaged models of Lightning's weight-averaging callbacks.
 
-    The models may be wrapped in `AveragedModel`. `averages_of` returns them without the wrapper.
+    The models may be wrapped in `AveragedModel`. `unwrapped_averages_of` returns them without the wrapper.
 
     Args:
         callbacks: Callbacks of the trainer.
@@ -31,10 +31,10 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
     return averages
 
 
-def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
+def unwrapped_averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
     """Return the averaged models of EMA, SWA and similar callbacks, unwrapped from `AveragedModel`."""
     modules = []
-    for average in average_models(callbacks, "StochasticWeightAveraging"):
+    for average in averaged_models_of(callbacks, "StochasticWeightAveraging"):
         if isinstance(average, AveragedModel):
             modules.append(average.module)
         else:

@@ -20,7 +20,8 @@ OF_DATA = {
 }
 OF_DATA |= {"data.shard_loader", "data.random_streams", "data.exact_evaluation"}
 OF_NETWORKS = {"pipeline.cuts", "pipeline.shapes", "precision.half_window"}
-OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
+OF_COMM = {"comm.plan", "comm.bucket_sizes", "comm.message_pattern", "comm.topology"}
+OF_COMM |= {"comm.collective_names"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
     "flavours": {"elastic", "fabric", "strategy", "pipeline", "precision", "checkpoint"},

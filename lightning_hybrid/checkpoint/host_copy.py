@@ -86,8 +86,9 @@ class HostCopies:
     def take(self, checkpoint: Any) -> Any:
         """Copy a checkpoint to host memory and return the copy, which is valid until the next call.
 
-        Later training steps do not change the copy. All values keep their types. Tensors are copied to the CPU, except
-        parameters, sparse tensors and quantized tensors.
+        Later training steps do not change the copy, but copies from CUDA are complete only after `wait`. All values
+        keep their types. Tensors are copied to the CPU, except parameters, sparse tensors and quantized tensors, which
+        are cloned on their devices.
         """
         # The first pass collects the tensors, so that the size of a block is known before it is filled. The second pass
         # replaces the tensors by their copies.

@@ -4,7 +4,8 @@ hook             scales a bucket and submits it to the engine
 engine/          runs the all-reduce stages of successive buckets at the same time
 topology         describes which ranks share a node
 plan             chooses bucket sizes, and the all-reduce algorithm of each bucket
-bucket_layout    computes the sizes of buckets and chunks
+bucket_sizes     computes the sizes of buckets and chunks
+message_pattern  chooses how the nodes exchange messages
 health/          raises the same error on every rank when one rank fails
 stats/           counts bytes and seconds
 

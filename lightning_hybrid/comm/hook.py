@@ -208,9 +208,9 @@ def feedback_of(
     The call is collective within a node if other ranks encode the blocks of the bucket than in the previous step.
     """
     plan = engine.planned(bucket.index(), wire.numel(), wire.dtype)
-    cut = (plan.algorithm, plan.num_chunks)
+    split_rule = (plan.algorithm, plan.num_chunks)
     return feedback.bucket(
-        bucket.index(), padded, cut=cut, divisor=before, is_last=bucket.is_last()
+        bucket.index(), padded, split_rule=split_rule, divisor=before, is_last=bucket.is_last()
     )
 
 

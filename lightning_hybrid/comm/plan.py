@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from lightning_hybrid.checks import make_whole, require_choice, require_whole
-from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
+from lightning_hybrid.comm.bucket_sizes import KIB, MIB, ddp_buckets
 
 # Names of the all-reduce algorithms in engine/stages.py.
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]

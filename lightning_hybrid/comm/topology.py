@@ -289,8 +289,7 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
         raise ValueError(
             f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}), because "
             f"otherwise the last node would have only {num_left} ranks. Launch a multiple "
-            f"of {ranks_per_node} ranks, leave `ranks_per_node` unset to detect the nodes, or use the flat ring with "
-            "comm=Comm(algorithm='flat')."
+            f"of {ranks_per_node} ranks, or leave `ranks_per_node` unset to detect the nodes."
         )
 
 

@@ -285,7 +285,8 @@ def without_logging(modules: Iterable[nn.Module]) -> Iterator[None]:
     metric_type: Any = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     module_types = lightning_types("pytorch.LightningModule")
     replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in modules:
+    # Each module only once, so that the attributes are restored to their original values.
+    for module in dict.fromkeys(modules):
         names: tuple[str, ...] = ()
         if isinstance(module, module_types):
             names = ("log", "log_dict")

@@ -34,11 +34,14 @@ class HeldLoggers:
 
     def __init__(self, loggers: Iterable[Any]) -> None:
         self._loggers = list(loggers)
+        # Held calls other than `log_metrics`.
         self._settings: list[Callable[[], None]] = []
+        # Calls of `log_metrics` in the last `KEEP_S` seconds, with their times.
         self._rows: deque[tuple[float, Callable[[], None]]] = deque()
         self._has_met = False
         self._is_first = False
-        self._is_due = False
+        # Whether this rank has become rank zero and has not yet written the held output.
+        self._must_write_held = False
         # Whether another rank has written rows to files that this rank's loggers may open.
         self._was_another_first = False
         for logger in self._loggers:
@@ -47,15 +50,15 @@ class HeldLoggers:
         self._rank: int = vars(rank_zero_only)["rank"]
         # If the rank is above zero, Lightning does not open loggers before its next barrier.
         vars(rank_zero_only)["rank"] = self._rank + 1
-        self._is_closed = True
+        self._has_raised_rank = True
 
     def let_lightning_open(self) -> None:
         """Restore the rank in `rank_zero_only`, so that Lightning can open loggers again.
 
         The strategy calls this method at Lightning's first barrier, which follows the code that opens loggers.
         """
-        if self._is_closed:
-            self._is_closed = False
+        if self._has_raised_rank:
+            self._has_raised_rank = False
             vars(rank_zero_only)["rank"] = self._rank
 
     def _hold(self, name: str, do: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -65,9 +68,9 @@ class HeldLoggers:
         call = partial(do, *args, **kwargs)
         if name == "log_metrics":
             self._rows.append((monotonic(), call))
-        elif not self._has_met:
+        elif not self._has_met or self._must_write_held:
             self._settings.append(call)
-        if self._has_met and not self._is_due:
+        if self._has_met and not self._must_write_held:
             call()
 
     def meet(self, *, is_first: bool) -> None:
@@ -76,7 +79,7 @@ class HeldLoggers:
         In the first view, rank zero immediately writes all delayed output. A rank that becomes rank zero later does so
         after its next step.
         """
-        self._is_due |= is_first and not self._is_first
+        self._must_write_held |= is_first and not self._is_first
         self._was_another_first |= not is_first
         self._is_first = is_first
         if not self._has_met:
@@ -89,8 +92,8 @@ class HeldLoggers:
         Writing opens the loggers, for which other ranks have to wait. The method is called between two steps, so that
         they do not wait within a step.
         """
-        if self._is_due:
-            self._is_due = False
+        if self._must_write_held:
+            self._must_write_held = False
             if self._was_another_first:
                 for logger in self._loggers:
                     keep_rows_of_csv(logger)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.checks import require_number, require_whole
-from lightning_hybrid.strategy.option_values import OptionValue
+from lightning_hybrid.strategy.option_classes import OptionValue
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

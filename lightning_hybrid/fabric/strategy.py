@@ -41,7 +41,7 @@ from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures.failure_reports import FailureReports, reason_of
 from lightning_hybrid.strategy.failures.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.master_weights import with_masters
-from lightning_hybrid.strategy.option_values import BetweenNodes, Comm, Mean
+from lightning_hybrid.strategy.option_classes import BetweenNodes, Comm, Mean
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import (
     connect_ranks,

@@ -354,7 +354,8 @@ def lars_ratios(
     ratios = trust_ratio(weight_norms, update_norms, **options)
     if group["trust_clip"] is None:
         return ratios
-    # At lr = 0 the quotient is inf, and the clip is the result.
+    # As in LARC, the step is limited: lr * result = min(ratio, lr * trust_clip). At lr = 0 the quotient is inf, and the
+    # clip is the result.
     return (ratios / lr).clamp(max=group["trust_clip"])
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.averaged_models import average_models
+from lightning_hybrid.averaged_models import averaged_models_of
 from lightning_hybrid.pipeline.options import blocks_of
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.whole_state import StateDictGuard, share_
@@ -79,7 +79,7 @@ class CutModel:
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
         """Return the averaged models of callbacks, each with a list of its blocks."""
         averages = []
-        for model in average_models(self._module.trainer.callbacks):
+        for model in averaged_models_of(self._module.trainer.callbacks):
             averages.append((model.module, blocks_of(model.module, self._of)))
         return averages
 

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
-from lightning_hybrid.comm.bucket_layout import ddp_limits
+from lightning_hybrid.comm.bucket_sizes import ddp_limits
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.plan import MAX_BYTES
-from lightning_hybrid.strategy.option_values import Planner
+from lightning_hybrid.strategy.option_classes import Planner
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 

@@ -24,7 +24,7 @@ from lightning_hybrid.strategy.failures.failure_reports import refuse_after_fail
 from lightning_hybrid.strategy.fit_extensions import FitExtensions, build_extensions
 from lightning_hybrid.strategy.half_precision_ddp import HalfPrecisionDDP
 from lightning_hybrid.strategy.loaders import TrainingLoaders
-from lightning_hybrid.strategy.option_values import BetweenNodes, Comm, Mean, Report
+from lightning_hybrid.strategy.option_classes import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.strategy_options import StrategyOptions, argument_names
 from lightning_hybrid.strategy.user_code_checks import (
     refuse_foreign_parameters,

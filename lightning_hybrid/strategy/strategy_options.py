@@ -19,7 +19,7 @@ from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.compatibility import refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension
-from lightning_hybrid.strategy.option_values import (
+from lightning_hybrid.strategy.option_classes import (
     Adasum,
     BetweenNodes,
     Comm,

@@ -90,7 +90,7 @@ def _train(
     from lightning_hybrid.elastic import elastic_fit, host_changes
     from lightning_hybrid.elastic.membership.view import IsolatedError
     from lightning_hybrid.optim import LARS
-    from lightning_hybrid.strategy.option_values import Mean
+    from lightning_hybrid.strategy.option_classes import Mean
     from recipes.datasets.digits import DigitsDataModule
 
     host_changes.Membership = partial(host_changes.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]

@@ -323,7 +323,7 @@ def test_extensions_know_neither_the_strategy_nor_each_other():
         for folder in folders
         for path in tracked_in(ROOT / "lightning_hybrid/strategy" / folder, "*.py")
     ]
-    shared = {"extension", "node_groups", "user_code_checks", "option_values", "compatibility"}
+    shared = {"extension", "node_groups", "user_code_checks", "option_classes", "compatibility"}
     for feature, path in modules:
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "module", None) or ""

@@ -33,7 +33,7 @@ NUM_USUAL_WINDOWS = 20
 Link = tuple[int, int]
 """Sending and receiving nodes of a link."""
 
-Place = tuple[int | None, int | None]
+LinkEnds = tuple[int | None, int | None]
 """Sending and receiving nodes of a slow link. None means any node, or that the node is unknown."""
 
 
@@ -56,14 +56,14 @@ class SlowLink:
     wait_share: float
 
     @property
-    def place(self) -> Place:
+    def ends(self) -> LinkEnds:
         """Sending and receiving nodes of the link."""
         return self.sender, self.receiver
 
     @property
     def nodes(self) -> set[int]:
         """Set of the link's end nodes that are known, or {-1} if neither is known."""
-        known = {node for node in self.place if node is not None}
+        known = {node for node in self.ends if node is not None}
         if known:
             return known
         return {-1}
@@ -103,7 +103,7 @@ def typical_rate(rates: Sequence[float]) -> float:
     return in_order[round(0.75 * (len(in_order) - 1))]
 
 
-def location_of(links: Sequence[Link]) -> Place:
+def location_of(links: Sequence[Link]) -> LinkEnds:
     """Return the link or the node that all slow links have in common.
 
     If there is only one link, or only the two directions of one link, the result is the (sender, receiver) pair of the
@@ -248,7 +248,7 @@ class SlowLinks:
 
 def _combined(streak: Sequence[SlowLink]) -> SlowLink:
     """Summarize the findings of a streak by the most frequent link and the median values."""
-    sender, receiver = mode([slow_link.place for slow_link in streak])
+    sender, receiver = mode([slow_link.ends for slow_link in streak])
     return SlowLink(
         sender=sender,
         receiver=receiver,

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT
+from lightning_hybrid.comm.bucket_sizes import ALIGNMENT
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.topology import Topology
 

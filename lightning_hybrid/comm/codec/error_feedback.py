@@ -32,25 +32,25 @@ from lightning_hybrid.comm.codec.residual import FeedbackStep, Residual, Residua
 class BucketFeedback:
     """Error-feedback residuals of one bucket, with one residual for each range that this rank encodes.
 
-    The object is used as long as neither the layout of the bucket nor `cut` changes.
+    The object is used as long as neither the layout of the bucket nor `split_rule` changes.
 
     Args:
         padded: Bucket with padded gradients.
-        cut: Values that determine which rank encodes which range. They are equal on all ranks of the node.
-        begin: Initial residual of the node in all blocks of the bucket, float32. None means zeros.
+        split_rule: Values that determine which rank encodes which range. They are equal on all ranks of the node.
+        initial_residual: Initial residual of the node in all blocks of the bucket, float32. None means zeros.
         options: Options of all residuals.
     """
 
     def __init__(
         self,
         padded: PaddedBucket,
-        cut: tuple[Any, ...],
-        begin: Tensor | None,
+        split_rule: tuple[Any, ...],
+        initial_residual: Tensor | None,
         options: ResidualOptions,
     ) -> None:
         self.padded = padded
-        self.cut = cut
-        self.begin = begin
+        self.split_rule = split_rule
+        self.initial_residual = initial_residual
         self.residuals: dict[int, Residual] = {}  # by the index of the first block in the bucket
         self.step = FeedbackStep()
         self.num_sum = 0  # index of the last reduction of all gradients that used this object
@@ -73,15 +73,15 @@ class BucketFeedback:
             self.residuals[first] = residual
         residual.encode(flat, ids, message, coder, self.step)
 
-    def is_for(self, padded: PaddedBucket, cut: tuple[Any, ...]) -> bool:
-        """Return whether these residuals belong to a bucket whose ranges are still cut in the same way."""
-        return self.padded is padded and self.cut == cut
+    def is_for(self, padded: PaddedBucket, split_rule: tuple[Any, ...]) -> bool:
+        """Return whether these residuals belong to a bucket whose ranges are still the same."""
+        return self.padded is padded and self.split_rule == split_rule
 
     def _new_residual(self, first: int, num_blocks: int, device: torch.device) -> Residual:
         end = first + num_blocks
         values = torch.zeros(num_blocks * BLOCK, device=device)
-        if self.begin is not None:
-            initial = self.begin[first * BLOCK : end * BLOCK]
+        if self.initial_residual is not None:
+            initial = self.initial_residual[first * BLOCK : end * BLOCK]
             values[: initial.numel()] = initial
 
         padding = []
@@ -127,7 +127,9 @@ class ErrorFeedback:
         self._is_leader = is_leader
         self._step = FeedbackStep()
         self._buckets: dict[int, BucketFeedback] = {}
-        self._retired: list[Residual] = []  # residuals of buckets whose layout or cut has changed
+        self._retired: list[
+            Residual
+        ] = []  # residuals of buckets whose layout or split rule has changed
         # Residual of the node from `load`, until the next reduction.
         self._loaded: Tensor | None = None
         self._num_sums = 0
@@ -147,22 +149,28 @@ class ErrorFeedback:
         self._step.is_skipped = is_skipped
 
     def bucket(
-        self, index: int, padded: PaddedBucket, *, cut: tuple[Any, ...], divisor: int, is_last: bool
+        self,
+        index: int,
+        padded: PaddedBucket,
+        *,
+        split_rule: tuple[Any, ...],
+        divisor: int,
+        is_last: bool,
     ) -> BucketFeedback:
         """Return the residuals of a bucket for its next reduction.
 
         Args:
             index: Index of the bucket.
             padded: Bucket with padded gradients.
-            cut: Values that determine which rank encodes which range. They are equal on all ranks of the node.
+            split_rule: Values that determine which rank encodes which range. They are equal on all ranks of the node.
             divisor: Number by which gradients were divided before the reduction.
             is_last: Whether this is the last bucket of the step's gradients.
         """
         feedback = self._buckets.get(index)
-        if feedback is not None and feedback.is_for(padded, cut):
-            feedback.begin = None  # every range has its own residual now
+        if feedback is not None and feedback.is_for(padded, split_rule):
+            feedback.initial_residual = None  # every range has its own residual now
         else:
-            new_feedback = self._new_feedback(padded, cut, divisor)
+            new_feedback = self._new_feedback(padded, split_rule, divisor)
             if feedback is not None:
                 self._retired += feedback.residuals.values()
             feedback = new_feedback
@@ -178,12 +186,12 @@ class ErrorFeedback:
         return feedback
 
     def _new_feedback(
-        self, padded: PaddedBucket, cut: tuple[Any, ...], divisor: int
+        self, padded: PaddedBucket, split_rule: tuple[Any, ...], divisor: int
     ) -> BucketFeedback:
-        begin = self._residual_of_node(padded.numbers, padded.ids.device, divisor)
+        initial_residual = self._residual_of_node(padded.numbers, padded.ids.device, divisor)
         is_on_cuda = self._device.type == "cuda"
         options = ResidualOptions(divisor=divisor, may_skip=self.may_skip, on_cuda=is_on_cuda)
-        return BucketFeedback(padded, cut, begin, options)
+        return BucketFeedback(padded, split_rule, initial_residual, options)
 
     def _residual_of_node(
         self, numbers: Tensor, device: torch.device, divisor: int

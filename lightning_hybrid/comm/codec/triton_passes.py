@@ -89,14 +89,19 @@ class TritonPasses:
     def add(self, messages: Tensor, to: Tensor) -> None:
         """Decode messages and write their sum into `to`, as `TorchPasses.add` does."""
         num_blocks = num_blocks_of(to.numel())
+        num_messages = len(messages)
+        message_bytes = messages.stride(0)
+        # Each message contains all blocks, so there is only one row.
+        row_blocks = num_blocks
+        row_bytes = 0
         with torch.cuda.device_of(to):
             triton_kernels.add_block[(num_blocks,)](
                 messages,
-                len(messages),
-                messages.stride(0),
+                num_messages,
+                message_bytes,
                 num_blocks,
-                num_blocks,
-                0,
+                row_blocks,
+                row_bytes,
                 to.numel(),
                 self._signs_or(messages),
                 to,
@@ -107,14 +112,18 @@ class TritonPasses:
     def decode(self, rows: Tensor, to: Tensor) -> None:
         """Decode the message in each row of a matrix into consecutive ranges of `to`."""
         num_blocks = num_blocks_of(to.numel())
+        # There is only one message for each block, so the distance between messages is not used.
+        num_messages = 1
+        message_bytes = 0
         row_bytes = rows.shape[-1]
+        row_blocks = self._blocks_in(row_bytes)
         with torch.cuda.device_of(to):
             triton_kernels.add_block[(num_blocks,)](
                 rows,
-                1,
-                0,
+                num_messages,
+                message_bytes,
                 num_blocks,
-                self._blocks_in(row_bytes),
+                row_blocks,
                 row_bytes,
                 to.numel(),
                 self._signs_or(rows),

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm.adasum.combine import check_adasum_bucket
-from lightning_hybrid.comm.bucket_layout import Exchange, is_exchange
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
+from lightning_hybrid.comm.collective_names import Exchange, is_exchange
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.order_check import BucketOrder

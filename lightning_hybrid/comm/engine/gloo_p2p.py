@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT
+from lightning_hybrid.comm.bucket_sizes import ALIGNMENT
 
 # Each stage thread has its own scratch memory, because collectives run at the same time.
 _thread_local = threading.local()

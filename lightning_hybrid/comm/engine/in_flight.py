@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels, words_of
+from lightning_hybrid.comm.bucket_sizes import ALIGNMENT, chunk_numels
+from lightning_hybrid.comm.collective_names import words_of
 from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
 from lightning_hybrid.comm.health.consensus import OrderError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT
+from lightning_hybrid.comm.bucket_sizes import ALIGNMENT
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.topology import Topology

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT
+from lightning_hybrid.comm.bucket_sizes import ALIGNMENT
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.job import Job

@@ -12,7 +12,7 @@ leader. `two_level` sends equally few bytes between nodes, and every rank's link
 `flat` is the backend's own all-reduce. On CUDA, the other stages are also collectives of the backend, which add in the
 tensor's dtype, both inside the node and between nodes. On the CPU, the other stages are our own messages over Gloo
 (gloo_p2p.py), which add 16-bit tensors in fp32. Therefore the accuracy of sums on CPUs does not apply to CUDA. The
-message pattern between nodes depends on the size of a chunk (`bucket_layout.between_nodes_form`). With a codec,
+message pattern between nodes depends on the size of a chunk (`message_pattern.between_nodes_form`). With a codec,
 messages are encoded (coded_sum.py).
 
 Stages share only the `Job`, which each stage passes to the next, so that an engine can run stages of successive tensors
@@ -31,10 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.adasum.combine import adasum_
-from lightning_hybrid.comm.bucket_layout import Exchange, between_nodes_form
+from lightning_hybrid.comm.collective_names import Exchange
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
 from lightning_hybrid.comm.engine.coded_sum import sum_coded_
 from lightning_hybrid.comm.engine.job import Job
+from lightning_hybrid.comm.message_pattern import between_nodes_form
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Scope
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.bucket_layout import is_exchange
+from lightning_hybrid.comm.collective_names import is_exchange
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder

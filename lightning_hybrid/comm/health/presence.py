@@ -113,14 +113,16 @@ class Presence:
         self._status = status
         self._wait = wait
         self._num_answered = 0
-        self._num_in_a_row = 0  # number of questions by any rank since this rank began to wait
+        self._num_questions_while_waiting = (
+            0  # number of questions by any rank since this rank began to wait
+        )
 
     def answer(self) -> None:
         """Answer all new status requests, by writing this rank's status to the store."""
         while self._ask(lambda: self._store.check([f"question/{self._num_answered}"])):
             self._ask(partial(self._answer, f"answer/{self._num_answered}/{self._rank}"))
             self._num_answered += 1
-            self._num_in_a_row += 1  # doubles the time to the next question
+            self._num_questions_while_waiting += 1  # doubles the time to the next question
 
     def _answer(self, key: str) -> None:
         self._store.set(key, self._status().to_json())
@@ -131,10 +133,10 @@ class Presence:
         Low ranks ask first, so that only a few ranks ask.
         """
         if stalled_s < ASK_AFTER_S:
-            self._num_in_a_row = 0
+            self._num_questions_while_waiting = 0
             return False
         delay_of_rank_s = 0.5 * min(self._rank, 8)
-        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + delay_of_rank_s
+        return stalled_s >= ASK_AFTER_S * 2**self._num_questions_while_waiting + delay_of_rank_s
 
     def ask_all(self) -> list[RankStatus | None]:
         """Ask all ranks for their status, and wait for the answers for up to `PATIENCE_S` seconds."""

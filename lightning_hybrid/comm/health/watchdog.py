@@ -177,6 +177,7 @@ class Watchdog:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Wait for an alarm in the store. After it, write this rank's status, and fail with the error of all ranks."""
         since_asked_s = 0.0
         has_answered = False
         num_unanswered = 0  # number of successive requests without an answer
@@ -196,8 +197,13 @@ class Watchdog:
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     self._fail_with_error_of_all()
                     return
-                if not has_answered:
-                    self._check_presence(stalled_s)
+                if (
+                    not has_answered
+                    and self._give_up_after_s is not None
+                    and not self._ended.is_set()
+                ):
+                    self._presence.answer()
+                    self._ask_if_stalled(stalled_s, give_up_after_s=self._give_up_after_s)
                 num_unanswered = 0
             except Exception as error:
                 num_unanswered += 1
@@ -221,12 +227,9 @@ class Watchdog:
             f"error: {short(error)}).{places_of([0, self._rank], self._hosts)}"
         )
 
-    def _check_presence(self, stalled_s: float) -> None:
-        """Answer status requests, and ask all ranks for their status if this rank has waited too long."""
-        if self._give_up_after_s is None or self._ended.is_set():
-            return
-        self._presence.answer()
-        gives_up = stalled_s > self._give_up_after_s
+    def _ask_if_stalled(self, stalled_s: float, *, give_up_after_s: float) -> None:
+        """Ask all ranks for their status if this rank has waited too long, and fail if it has to give up."""
+        gives_up = stalled_s > give_up_after_s
         if not gives_up and not self._presence.is_time_to_ask(stalled_s):
             return
 

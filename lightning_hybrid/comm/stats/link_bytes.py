@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_hybrid.comm.bucket_layout import Exchange, is_exchange
+from lightning_hybrid.comm.collective_names import Exchange, is_exchange
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Topology
 

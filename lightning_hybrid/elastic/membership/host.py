@@ -459,8 +459,8 @@ class Host(SocketThread):
     def _host_to_join(self, now: float) -> str | None:
         """Return the host that this host should join, or None if no other host has precedence.
 
-        A host with a run has precedence over all other hosts. Without a run, the host that answers at the earliest
-        address of `meet` before this host's own address has precedence.
+        A host with a run has precedence over all other hosts. Without a run, precedence goes to the host named in the
+        answer from the earliest address of `meet` that is before this host's own address.
         """
         answers = {}
         for meet_index, answer in self._answers.items():
@@ -469,6 +469,7 @@ class Host(SocketThread):
         for answer in answers.values():
             if answer.is_running:
                 return answer.host
+        # Answers from `_CALLER` come from hosts with a run, so all remaining answers are from addresses of `meet`.
         for meet_index in sorted(answers):
             if self._meet_index is None or meet_index < self._meet_index:
                 return answers[meet_index].host

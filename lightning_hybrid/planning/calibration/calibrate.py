@@ -205,11 +205,11 @@ def _codec_rates(samples: Measurements, cluster: Cluster) -> CodecRates:
     return replace(cluster.codec, **rates, is_measured=True) if len(rates) == 2 else cluster.codec
 
 
-def _consent_s(samples: Measurements, place: str) -> float | None:
+def _consent_s(samples: Measurements, level: str) -> float | None:
     # Time of an exchange minus that of a message whose receiver waits, at the smallest size, where nothing hides the
     # handshake.
-    pings = samples.of("ping", place)
-    exchanges = samples.of("exchange", place)
+    pings = samples.of("ping", level)
+    exchanges = samples.of("exchange", level)
     common = set(pings) & set(exchanges)
     if not common:
         return None

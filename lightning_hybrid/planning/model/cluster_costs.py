@@ -16,9 +16,9 @@ from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import Algorithm, CommPlan
 from lightning_hybrid.planning.model.cost import (
     Cost,
+    Level,
     Link,
     NodeGroup,
-    Place,
     StageCost,
     curve_at,
     double_tree,
@@ -181,7 +181,7 @@ class ClusterCosts:
         )
         by = {"inside": factor, "across": factor * end}
         return tuple(
-            replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s)
+            replace(s, delay_s=by[s.level] * s.delay_s, work_s=by[s.level] * s.work_s)
             for s in stages
         )
 
@@ -220,9 +220,9 @@ class ClusterCosts:
             # Inside a node the tree is a chain through all ranks, as in NCCL.
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
-        level: Place = "inside" if self.num_nodes == 1 else "across"
+        level: Level = "inside" if self.num_nodes == 1 else "across"
         return StageCost(
-            name=algorithm, place=level, delay_s=cost.latency_s, work_s=cost.transfer_s
+            name=algorithm, level=level, delay_s=cost.latency_s, work_s=cost.transfer_s
         )
 
 
@@ -231,7 +231,7 @@ def _over_nccl(
 ) -> tuple[StageCost, ...]:
     nodes = cluster.num_nodes
     k = cluster.ranks_per_node
-    level: Place = "inside" if nodes == 1 else "across"
+    level: Level = "inside" if nodes == 1 else "across"
     across_bytes = num_bytes if wire is None else wire.num_bytes(num_bytes)
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, num_bytes, wire)
     card = nccl.payload_bytes_per_s(cluster.across.bytes_per_s)
@@ -278,5 +278,5 @@ def _over_nccl(
     return tuple(stage for stage in stages if stage.alone_s > 0)
 
 
-def _stage(name: str, place: Place, cost: Cost) -> StageCost:
-    return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
+def _stage(name: str, level: Level, cost: Cost) -> StageCost:
+    return StageCost(name=name, level=level, delay_s=cost.latency_s, work_s=cost.transfer_s)

@@ -31,7 +31,7 @@ import numpy as np
 
 from lightning_hybrid.checks import require_number, require_positive, require_whole
 
-Place = Literal["inside", "across"]
+Level = Literal["inside", "across"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,13 @@ class Link:
 class StageCost:
     """Cost of one stage of an all-reduce for one chunk.
 
-    The stage first waits `delay_s` without using the resource `place`, then uses it for `work_s`
+    The stage first waits `delay_s` without using the resource `level`, then uses it for `work_s`
     seconds at full rate. `share` is the fraction of the resource's rate that the stage can use by
     itself.
     """
 
     name: str
-    place: Place
+    level: Level
     delay_s: float
     work_s: float
     share: float = 1.0

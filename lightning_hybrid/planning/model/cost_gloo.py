@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hybrid.checks import require_number, require_positive, require_share
-from lightning_hybrid.comm.bucket_layout import between_nodes_form
+from lightning_hybrid.comm.message_pattern import between_nodes_form
 from lightning_hybrid.planning.model.cost import Link, StageCost
 from lightning_hybrid.planning.model.node_wire import NodeWire, bits_of
 
@@ -195,7 +195,7 @@ def _inside(
     work_s = gloo.work_s(
         1 / cluster.inside.bytes_per_s, of_busiest=moved, of_all=nodes * (ranks - 1) * size
     )
-    return StageCost(name=name, place="inside", delay_s=delay_s, work_s=work_s)
+    return StageCost(name=name, level="inside", delay_s=delay_s, work_s=work_s)
 
 
 def _across(
@@ -225,7 +225,7 @@ def _across(
     all_ends = num_groups * nodes * ends
     delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=all_ends)
     work_s = num_groups * sent / rate
-    return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s)
+    return StageCost(name=name, level="across", delay_s=delay_s, work_s=work_s)
 
 
 def _rings_across(
@@ -248,19 +248,19 @@ def _rings_across(
     wait_s = gloo.wait_of_ring_s(size, nodes, link)
     if not work_s:
         delay_s += wait_s
-        return StageCost(name=name, place="across", delay_s=delay_s, work_s=0.0)
+        return StageCost(name=name, level="across", delay_s=delay_s, work_s=0.0)
 
     one_ring_s = wait_s + sent_s / gloo.ring_share
     share = min(1.0, work_s / one_ring_s)
-    return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s, share=share)
+    return StageCost(name=name, level="across", delay_s=delay_s, work_s=work_s, share=share)
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
     # While a ring waits for handshakes its link is free for others, so the ring uses a smaller fraction of the link.
     if not work_s:
-        return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
+        return StageCost(name=name, level="across", delay_s=delay_s + wait_s, work_s=0.0)
     share = work_s / (wait_s + work_s / share)
-    return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s, share=share)
+    return StageCost(name=name, level="across", delay_s=delay_s, work_s=work_s, share=share)
 
 
 def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
@@ -276,7 +276,7 @@ def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> Stage
     moved_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=passed, of_all=ranks * passed)
     if nodes == 1:
         return StageCost(
-            name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s
+            name="all_reduce", level="inside", delay_s=delay_s + work_s, work_s=moved_s
         )
     flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
     # Processors work during the wait.

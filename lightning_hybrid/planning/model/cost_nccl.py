@@ -254,24 +254,24 @@ class Nccl:
     def _is_before(self, generation: Generation) -> bool:
         return tables.GENERATIONS.index(self.generation) < tables.GENERATIONS.index(generation)
 
-    def _cost(self, kind: NcclAlgorithm, place: int, job: NcclJob, *, expected: bool) -> Cost:
+    def _cost(self, kind: NcclAlgorithm, protocol: int, job: NcclJob, *, expected: bool) -> Cost:
         # Cost that NCCL expects, or the actual cost. The actual cost has the filling of pipelines in place of NCCL's
         # correction of trees.
-        latency_s = self.launch_s + self._latency_s(kind, place, job)
+        latency_s = self.launch_s + self._latency_s(kind, protocol, job)
         if kind == "nvls" or (kind == "nvls_tree" and job.num_nodes == 1):
             rate = tables.NVLS_SHARE[self.generation] * job.inside.bytes_per_s
             return Cost(
                 latency_s=latency_s, transfer_s=(1 + 1 / job.ranks_per_node) * job.num_bytes / rate
             )
-        rate = self._bus_bytes_per_s(kind, place, job)
+        rate = self._bus_bytes_per_s(kind, protocol, job)
         if kind == "tree" and (expected or job.num_nodes == 1):
-            rate *= tables.tree_correction(job.num_bytes, place)
+            rate *= tables.tree_correction(job.num_bytes, protocol)
         share = 1.0 if kind == "tree" else (job.num_ranks - 1) / job.num_ranks
         if not expected and kind != "ring" and job.num_nodes > 1:
-            latency_s += self._filling_s(kind, place, job)
+            latency_s += self._filling_s(kind, protocol, job)
         return Cost(latency_s=latency_s, transfer_s=2 * share * job.num_bytes / rate)
 
-    def _bus_bytes_per_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
+    def _bus_bytes_per_s(self, kind: NcclAlgorithm, protocol: int, job: NcclJob) -> float:
         # Between two nodes a tree sends every byte once, and rings twice.
         is_between = job.num_nodes > 1
         is_two = job.num_nodes == 2 and kind != "ring"
@@ -300,53 +300,55 @@ class Nccl:
                     job.channels
                     * tables.TREE.get(self.generation, tables.TREE_BEFORE_AMPERE)[job.column],
                 )
-        rate *= shares[place]
-        if is_between and place == 0:
+        rate *= shares[protocol]
+        if is_between and protocol == 0:
             rate = min(rate, tables.LL.get(self.cpu, tables.LL["intel"])[job.column])
-        if is_between and place == 1:
+        if is_between and protocol == 1:
             rate = min(
                 rate,
                 job.channels * ll128.get(self.generation, tables.LL128_BEFORE_HOPPER)[job.column],
             )
         return rate
 
-    def _latency_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
-        between_s = max(self._hop_s(kind, place), job.across.latency_s)
+    def _latency_s(self, kind: NcclAlgorithm, protocol: int, job: NcclJob) -> float:
+        between_s = max(self._hop_s(kind, protocol), job.across.latency_s)
         if kind.startswith("nvls"):
             return tables.NVLS_HOP_S + 2 * job.rounds * between_s
-        inside_s = max(tables.HOP_S[self.inside, kind][place], job.inside.latency_s)
+        inside_s = max(tables.HOP_S[self.inside, kind][protocol], job.inside.latency_s)
         if kind == "tree":
             hops_s = 2 * ((job.ranks_per_node - 1) * inside_s + job.rounds * between_s)
-            return tables.BASE_S["tree"][place] + hops_s
+            return tables.BASE_S["tree"][protocol] + hops_s
         if job.num_nodes > 1:  # with a network, a host has to start each step
             inside_s = max(
-                inside_s, (2 if self.cpu == "amd" else 1) * US * (3 if place == 2 else 1)
+                inside_s, (2 if self.cpu == "amd" else 1) * US * (3 if protocol == 2 else 1)
             )
         hops_s = (
             2 * (job.num_ranks - job.num_nodes) * inside_s + 2 * (job.num_nodes - 1) * between_s
         )
         # Plateau of Simple rings between nodes, from tuning.cc.
         if (
-            place == 2
+            protocol == 2
             and job.num_nodes > 1
             and job.num_bytes / job.num_ranks >= tables.PLATEAU_BYTES_PER_RANK
         ):
             hops_s *= tables.PLATEAU_BEFORE_AMPERE if self._is_before("ampere") else tables.PLATEAU
-        return tables.BASE_S["ring"][place] + hops_s
+        return tables.BASE_S["ring"][protocol] + hops_s
 
-    def _hop_s(self, kind: NcclAlgorithm, place: int) -> float:
+    def _hop_s(self, kind: NcclAlgorithm, protocol: int) -> float:
         own_s = (
-            tables.NVLS_TREE_HOP_S if kind.startswith("nvls") else tables.HOP_S["net", kind][place]
+            tables.NVLS_TREE_HOP_S
+            if kind.startswith("nvls")
+            else tables.HOP_S["net", kind][protocol]
         )
         if self.fabric == "efa":  # the plug-in's latency replaces LL's, which is 5 us in NCCL
             more_s = (
                 tables.EFA_HOP_S.get(self.generation, tables.EFA_HOP_S["volta"])
                 - tables.HOP_S["net", "tree"][0]
             )
-            own_s += more_s + (tables.EFA_SIMPLE_S if place == 2 else 0)
+            own_s += more_s + (tables.EFA_SIMPLE_S if protocol == 2 else 0)
         return max(own_s, TCP_HOP_S) if self.fabric in ("tcp", "tcpxo") else own_s
 
-    def _filling_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
+    def _filling_s(self, kind: NcclAlgorithm, protocol: int, job: NcclJob) -> float:
         if kind == "nvls_tree":
             heads = min(32, job.ranks_per_node)
             first = tables.nvls_tree_round_bytes(
@@ -360,12 +362,12 @@ class Nccl:
             channels *= 2
         first = tables.tree_round_bytes(
             job.num_bytes,
-            place,
+            protocol,
             num_channels=channels,
             num_nodes=job.num_nodes,
             ranks_per_node=job.ranks_per_node,
         )
-        first *= (2, 128 / 120, 1)[place]
+        first *= (2, 128 / 120, 1)[protocol]
         ll128 = tables.RING_LL128.get(self.generation, tables.LL128_BEFORE_HOPPER)[0]
         inside = min(job.inside.bytes_per_s, channels * ll128)
         return 2 * first * (job.rounds / job.across.bytes_per_s + (job.ranks_per_node - 1) / inside)

@@ -168,10 +168,10 @@ def _ends_s(task: _Task, now_s: float) -> float:
 
 def _share_out(tasks: Iterable[_Task]) -> None:
     # Max-min fair: in the order of their maximum rates, tasks get equal fractions of the remaining rate.
-    by_place: dict[str, list[_Task]] = {}
+    by_level: dict[str, list[_Task]] = {}
     for task in tasks:
-        by_place.setdefault(task.stage.place, []).append(task)
-    for together in by_place.values():
+        by_level.setdefault(task.stage.level, []).append(task)
+    for together in by_level.values():
         free = 1.0
         for count, task in enumerate(sorted(together, key=lambda task: task.stage.share)):
             task.rate = min(task.stage.share, free / (len(together) - count))

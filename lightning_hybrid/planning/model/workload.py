@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hybrid.comm.bucket_layout import chunk_numels
+from lightning_hybrid.comm.bucket_sizes import chunk_numels
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.planning.model.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.model.event_simulation import SimulatedChunk

@@ -31,7 +31,8 @@ class SetupWatchdog:
 
     Args:
         device: The device of the tensors. On a GPU, a failure aborts the communicators on which the device waits.
-        timeout: The time limit of collectives. On a GPU, a wait of 90% of this time counts as a failure.
+        timeout: The time limit of collectives. On a GPU, a wait of 90% of this time counts as a failure. If None, a
+            wait never counts as a failure.
     """
 
     # With Gloo, a collective that waits too long fails by itself, and the cause can be named only then.
@@ -43,9 +44,9 @@ class SetupWatchdog:
         self._device_waits: DeviceWaits | None = None
         if device.type == "cuda":
             self._device_waits = DeviceWaits(device)
-        self._num_inside = 0
+        self._num_waiting_contexts = 0
         self._failed_location = ""
-        self._caller = threading.get_ident()
+        self._caller = threading.get_ident()  # thread whose location `status` reports
         self._watchdog = self._new_watchdog(device, timeout)
         self._watchdog.start()
 
@@ -75,7 +76,7 @@ class SetupWatchdog:
     def status(self) -> RankStatus:
         """Return the status of this rank, such as its location in the code, for failure diagnoses."""
         location, is_inside = place_of(self._caller)
-        is_inside = is_inside or self._num_inside > 0 or bool(self._failed_location)
+        is_inside = is_inside or self._num_waiting_contexts > 0 or bool(self._failed_location)
         collective = OUTSIDE
         if is_inside:
             collective = INSIDE
@@ -106,9 +107,9 @@ class SetupWatchdog:
 
         A rank that fails inside the section counts as one that waited for other ranks.
         """
-        self._num_inside += 1
+        self._num_waiting_contexts += 1
         yield  # There is no `finally`, because after an error in the context the rank still counts as one that waited.
-        self._num_inside -= 1
+        self._num_waiting_contexts -= 1
 
     def explain(self, error: BaseException) -> str:
         """Return a message that explains a failed collective by its cause and this rank's own error.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_hybrid.averaged_models import averages_of
+from lightning_hybrid.averaged_models import unwrapped_averages_of
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
@@ -36,7 +36,7 @@ from lightning_hybrid.strategy.local_steps.optimizer_agreement import (
     agree_on_state_,
     average_momentum_,
 )
-from lightning_hybrid.strategy.option_values import LocalSteps
+from lightning_hybrid.strategy.option_classes import LocalSteps
 
 # Key of the checkpoint entry with the momentum of the outer step, which is keyed by parameter name.
 OUTER_MOMENTUM = "outer_momentum"
@@ -428,7 +428,7 @@ def _buffers_without_statistics(fit: RunningFit) -> list[Tensor]:
 def _moving_averages(fit: RunningFit) -> list[Tensor]:
     """Return the floating-point parameters and BatchNorm statistics of the averaged models in callbacks."""
     moving_averages = []
-    for model in averages_of(fit.trainer.callbacks):
+    for model in unwrapped_averages_of(fit.trainer.callbacks):
         for tensor in (*model.parameters(), *_statistics_of(model)):
             if tensor.is_floating_point():
                 moving_averages.append(tensor.detach())

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.averaged_models import averages_of
+from lightning_hybrid.averaged_models import unwrapped_averages_of
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.run_status import has_grad_scaler
@@ -88,7 +88,7 @@ class NodeSlicesExtension(FitExtension):
         self._slices = SlicedFit(
             fit.module,
             self._layers,
-            averaged_models=averages_of(fit.trainer.callbacks),
+            averaged_models=unwrapped_averages_of(fit.trainer.callbacks),
             topology=fit.topology,
             timeout=fit.timeout,
             is_synced=is_synced,

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.futures import Future, collect_all
 
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.comm.bucket_layout import chunk_numels
+from lightning_hybrid.comm.bucket_sizes import chunk_numels
 from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT
 from lightning_hybrid.comm.hook import split_divisor
 from lightning_hybrid.strategy.shard_update.shard_pairs import ParameterShard
@@ -157,8 +157,10 @@ class GradientScatter:
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
         """Start the reduce-scatter of a bucket and return its future, or None if it has to be all-reduced."""
-        if not self.is_on or bucket.is_last():
+        if not self.is_on:
             return None
+        if bucket.is_last():
+            return None  # because it carries the checksum of the step, which all ranks need
         packing = self._packing_of(bucket)
         if packing is None:
             return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from lightning_hybrid.averaged_models import average_models
+from lightning_hybrid.averaged_models import averaged_models_of
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 
@@ -38,8 +38,8 @@ def averaging_whole_values(
             for callback in callbacks:
                 if isinstance(callback, types):
                     stack.enter_context(_within(whole_values, callback, methods))
-        for average in average_models(callbacks):
-            stack.enter_context(_within(whole_values, average, ("update_parameters",)))
+        for averaged_model in averaged_models_of(callbacks):
+            stack.enter_context(_within(whole_values, averaged_model, ("update_parameters",)))
         yield
 
 

@@ -145,7 +145,7 @@ def judge_links(*many_windows, nodes=NODES):
         ranks.add(of_ranks)
         report = links.add(of_ranks, has_suspect=ranks.has_suspect)
         if report is not None:
-            reports.append(report.place)
+            reports.append(report.ends)
     return reports
 
 
@@ -198,9 +198,9 @@ def test_without_rates_a_wait_of_all_ranks_that_has_grown_is_a_link_without_a_na
 def test_a_link_is_reported_once_until_it_recovers():
     links = SlowLinks(nodes=NODES, min_share=0.1, num_windows=NUM_WINDOWS)
     reports = [links.add(ring({1}), has_suspect=False) for _ in range(10)]
-    assert [report.place for report in reports if report is not None] == [(1, 2)]
+    assert [report.ends for report in reports if report is not None] == [(1, 2)]
     for _ in range(NUM_WINDOWS):
         assert links.take_recovered() is None
         links.add(ring(set()), has_suspect=False)
-    assert links.take_recovered().place == (1, 2)
+    assert links.take_recovered().ends == (1, 2)
     assert links.named is None

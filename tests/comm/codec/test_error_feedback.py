@@ -32,7 +32,7 @@ class OneNode:
             factor = scale
             self.feedback.begin_step(torch.tensor(scale))
         wire = self.padded.load(gradients * factor, before=1)
-        bucket = self.feedback.bucket(0, self.padded, cut=cut, divisor=1, is_last=True)
+        bucket = self.feedback.bucket(0, self.padded, split_rule=cut, divisor=1, is_last=True)
         message = torch.empty(self.coder.codec.message_bytes(wire.numel()), dtype=torch.uint8)
         Blocks.of(self.coder, wire, self.padded.ids, bucket).encode(wire, message, sender=0)
         self.coder.add(message[None], wire)

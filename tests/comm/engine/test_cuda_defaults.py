@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
-from lightning_hybrid.comm.bucket_layout import ddp_buckets
+from lightning_hybrid.comm.bucket_sizes import ddp_buckets
 from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
 from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 from lightning_hybrid.comm.engine.job import Job
@@ -26,7 +26,7 @@ from lightning_hybrid.planning.model.simulate import simulate
 from lightning_hybrid.planning.model.workload import StepWorkload
 from lightning_hybrid.strategy.comm_setup import CommSetup
 from lightning_hybrid.strategy.fit_plan import bucket_caps_for_ddp
-from lightning_hybrid.strategy.option_values import Mean
+from lightning_hybrid.strategy.option_classes import Mean
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 pytest.importorskip("hydra", reason="the clusters are described in conf/")

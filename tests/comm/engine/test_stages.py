@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.comm.bucket_layout import SCATTER_BYTES
 from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.engine.node_exchange import collect_
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
+from lightning_hybrid.comm.message_pattern import SCATTER_BYTES
 from lightning_hybrid.comm.topology import Topology
 from tests.comm.layouts import (
     engine_over,

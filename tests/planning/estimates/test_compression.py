@@ -31,7 +31,7 @@ BARE = StepWorkload(forward_s=0.0, gradients=((MIB, 0.0),) * 16)
 
 def across_bytes(coded_cluster, algorithm, wire):
     stages = coded_cluster.stages(algorithm, SIZE, wire)
-    work_s = sum(stage.work_s for stage in stages if stage.place == "across")
+    work_s = sum(stage.work_s for stage in stages if stage.level == "across")
     return work_s * coded_cluster.node_bytes_per_s
 
 

@@ -59,7 +59,7 @@ def test_links_carry_the_bytes_that_an_emulated_cluster_counts(
     result = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
     size = 64.0 * MIB
     stages = result.stages(algorithm, size)
-    across = sum(stage.work_s for stage in stages if stage.place == "across")
+    across = sum(stage.work_s for stage in stages if stage.level == "across")
     counted = traffic_of(algorithm, topology_of(result), size).across
     assert across * result.node_bytes_per_s == pytest.approx(counted, rel=1e-12)
 
@@ -98,7 +98,7 @@ def test_of_rings_side_by_side_one_sends_while_another_waits():
     slow = Link(latency_s=2e-3, bytes_per_s=12.5e6)
     result = cluster(4, 4, across=slow)
     (one_ring,) = cluster(4, 1, across=slow).stages("hierarchical", MIB / 4)
-    (four_rings,) = [stage for stage in result.stages("two_level", MIB) if stage.place == "across"]
+    (four_rings,) = [stage for stage in result.stages("two_level", MIB) if stage.level == "across"]
     assert 0.5 < one_ring.share < 0.8
     assert four_rings.share == 1.0
     assert four_rings.work_s == pytest.approx(result.least_s(MIB))

@@ -129,7 +129,7 @@ def chunk(bucket, *stages, ready_s=0.0, algorithm="x", column=0, **options):
 
 
 def stage(name="ring", link="across", delay_s=0.0, work_s=1.0, share=1.0):
-    return StageCost(name=name, place=link, delay_s=delay_s, work_s=work_s, share=share)
+    return StageCost(name=name, level=link, delay_s=delay_s, work_s=work_s, share=share)
 
 
 STAGES = st.builds(
@@ -164,7 +164,7 @@ def test_random_chunks_run_in_order_once_ready_and_no_link_does_more_work_than_t
         assert spans_of_chunk[0].begin_s >= simulated.ready_s
         for span, its_stage in zip(spans_of_chunk, simulated.stages, strict=True):
             assert span.end_s - span.begin_s >= its_stage.alone_s * (1 - 1e-9) - 1e-9
-            work_s[its_stage.place] += its_stage.work_s
+            work_s[its_stage.level] += its_stage.work_s
         for before, after in itertools.pairwise(spans_of_chunk):
             assert after.begin_s >= before.end_s
     end_s = max(span.end_s for span in spans)

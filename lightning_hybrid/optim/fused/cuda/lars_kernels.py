@@ -260,7 +260,7 @@ def lars_update(
 
         d = scale * g + decay * w
         v <- momentum * v + inside * d
-        w <- w - outside * v
+        w <- w - outside * v                             (with Nesterov: momentum * v + inside * d in place of v)
 
     The coefficients are those of `finalize`. A skipped step does not read any tensor. `buffers` are addresses, which
     are 0 without momentum.
@@ -275,6 +275,7 @@ def lars_update(
         buffer = tl.load(buffers + tensor)
         numel = tl.load(numels + tensor)
         line = numbers + tensor * _NUM
+        # 0: full chunk, aligned; 1: full chunk, gradient not aligned; 2: masked.
         case = _case_of(begin + CHUNK <= numel, weight | buffer, grad)
         for branch in tl.static_range(3):
             if case == branch:

@@ -1,6 +1,7 @@
 """Option classes of the strategies. Users pass objects of these classes to a strategy.
 
-Choices that cannot be combined are classes for the same argument.
+Choices that cannot be combined are classes for the same argument. `StrategyOptions.parse` checks the arguments
+themselves.
 """
 
 from __future__ import annotations
