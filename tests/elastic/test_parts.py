@@ -238,17 +238,18 @@ def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what
         held.after_step()
     logger.done.clear()
     held.meet(is_first=True)
+    logger.log_hyperparams("new settings")
     logger.log_metrics({}, step=3)
     # other hosts wait for the view, and must not wait for loggers that open
     assert logger.done == []
     held.after_step()
     held.meet(is_first=True)  # still the first, in another view
     held.after_step()
-    assert logger.done == ["settings", 1, 2, 3]
+    assert logger.done == ["settings", "new settings", 1, 2, 3]
     logger.log_metrics({}, step=4)
     held.end()
     logger.log_metrics({}, step=5)
-    assert logger.done[4:] == [4, 5]
+    assert logger.done[5:] == [4, 5]
     assert list(vars(logger)) == ["done"]
 
 
