@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import sys
 import zipfile
 from types import ModuleType
@@ -142,6 +143,21 @@ def test_a_device_that_is_missing_is_not_called_damage(tmp_path):
     cf.write_checkpoint(WHOLE, path)
     with pytest.raises(RuntimeError, match="device_of_nobody"):
         DurableCheckpointIO().load_checkpoint(path, map_location="device_of_nobody")
+
+
+def test_a_file_system_that_cannot_sync_directories_keeps_checkpoints(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def sync_of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_of_files)
+    for step in (1, 2):
+        cf.write_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
+    assert step_in(tmp_path / "last.ckpt") == 2
+    assert step_in(tmp_path / "last.previous.ckpt") == 1
 
 
 class Killed(BaseException):
