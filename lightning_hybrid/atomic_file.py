@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+# Errors of file systems that do not support syncing a directory.
+_CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 
 
 @contextmanager
@@ -57,7 +61,8 @@ def sync(file: IO[Any]) -> None:
 def sync_directory(folder: Path) -> None:
     """Sync a directory to disk, so that renames in it survive a power failure.
 
-    If directories cannot be opened, as on Windows, the function does nothing.
+    If directories cannot be opened, as on Windows, or cannot be synced, as on some network and FUSE file systems, the
+    function does nothing.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -65,6 +70,9 @@ def sync_directory(folder: Path) -> None:
         return
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

@@ -229,6 +229,8 @@ def load_unchecked(
         DamagedCheckpointError: The file cannot be read.
         RefusedCheckpointError: The file contains objects other than tensors and plain data.
         FileNotFoundError: There is no such file.
+        Exception: torch's own error, if the file is undamaged. For example, the code no longer has a class of an object
+            in the file, or `map_location` is a device that this machine lacks.
     """
     try:
         return torch.load(
@@ -242,6 +244,9 @@ def load_unchecked(
         if isinstance(error, UnpicklingError) and weights_only is not False:
             refused_classes = _objects_in(path)
         if not refused_classes:
+            lacks_code = isinstance(error, ImportError | AttributeError) and weights_only is False
+            if lacks_code or _is_verified(path):
+                raise
             reason = first_line(error)
             if isinstance(error, UnpicklingError):
                 # torch's advice to use weights_only=False would not help, and is dangerous.
@@ -277,6 +282,14 @@ def check_whole(path: Path) -> bool:
     if comment != _COMMENT % (crc32, num_bytes - _COMMENT_BYTES):
         raise DamagedCheckpointError(_damaged(path, "its checksum does not match its content"))
     return True
+
+
+def _is_verified(path: Path) -> bool:
+    """Return whether a file has a checksum that matches its content."""
+    try:
+        return check_whole(path)
+    except (DamagedCheckpointError, OSError):
+        return False
 
 
 def _is_archive(file: BinaryIO) -> bool:

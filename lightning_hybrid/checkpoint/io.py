@@ -92,6 +92,8 @@ class DurableCheckpointIOMixin(_Base):
         self._thread = WriterThread(max_in_memory)
         self._copies: list[HostCopies] = []
         self._is_inspected = False
+        # Whether the latest write has failed, in the background thread or not.
+        self._has_failed = False
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
@@ -153,12 +155,12 @@ class DurableCheckpointIOMixin(_Base):
         if not _is_local(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
-            # Lightning removes the old checkpoint right after it saves the new one. The removal is queued behind this
-            # save and runs only if the save succeeded, because otherwise the old checkpoint is the only one. A removal
-            # holds no memory, so it does not wait for a slot.
-            self._thread.put(partial(remove_checkpoint, _local_path(path)), needs_success=True)
+            # Lightning removes the old checkpoint right after it saves the new one.
+            self._thread.put(
+                partial(self._remove_unless_failed, _local_path(path)), takes_slot=False
+            )
         else:
-            remove_checkpoint(_local_path(path))
+            self._remove_unless_failed(_local_path(path))
 
     def teardown(self) -> None:
         """Wait until all pending checkpoints are written, and free the host memory for copies.
@@ -175,27 +177,37 @@ class DurableCheckpointIOMixin(_Base):
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def _write(
+        self, checkpoint: dict[str, Any], path: Path, copies: HostCopies | None = None
+    ) -> None:
+        self._has_failed = True
+        if copies is not None:
+            copies.wait()
         write_checkpoint(checkpoint, path, keep_previous=self.keep_previous)
+        self._has_failed = False
         if not self._is_inspected:
             self._is_inspected = True
             _warn_of_objects(path)
 
     def _write_copy(self, copies: HostCopies, checkpoint: dict[str, Any], path: Path) -> None:
         try:
-            copies.wait()
-            self._write(checkpoint, path)
+            self._write(checkpoint, path, copies)
         finally:
             # One block of memory is kept for the next checkpoint. More are needed only if saves follow quickly.
             if not self._copies:
                 self._copies.append(copies)
+
+    def _remove_unless_failed(self, path: Path) -> None:
+        # If the save before this removal failed, the old checkpoint may be the only one.
+        if not self._has_failed:
+            remove_checkpoint(path)
 
     def _wait(self) -> None:
         if not self._thread.wait(limit_s=self.timeout_s):
             self._raise(self._too_slow())
 
     def _too_slow(self) -> CheckpointWriteError:
-        waiting = counted(self._thread.num_jobs, "checkpoint")
+        waiting = counted(self._thread.num_in_slots, "checkpoint")
         return CheckpointWriteError(
             f"`timeout_s` (={self.timeout_s:g}) has passed before the disk has stored {waiting}, because it does not "
             "respond or is too slow. Earlier checkpoints are undamaged. Save less often, increase `timeout_s`, or "

@@ -11,11 +11,11 @@ class WriterThread:
     """Job queue with one background thread that runs the jobs in order.
 
     The thread ends when `wait` finds that all jobs are done. The process does not exit before all jobs are done. The
-    first error is stored until `take_error` is called. After an error, jobs that were added with `needs_success` are
-    skipped until another job has succeeded.
+    first error is stored until `take_error` is called.
 
     Args:
-        max_jobs: Maximum number of running and waiting jobs. `wait_for_slot` waits until there are fewer.
+        max_jobs: Maximum number of running and waiting jobs that take a slot. `wait_for_slot` waits until there are
+            fewer.
 
     >>> done = []
     >>> writer = WriterThread(2)
@@ -29,27 +29,30 @@ class WriterThread:
         self.max_jobs = max_jobs
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
+        self._jobs_in_slots: list[Future[None]] = []
         self._error: BaseException | None = None
-        self._has_failed = False
 
     def __reduce__(self) -> Any:
         # Locks cannot be pickled. Strategies are pickled (spawn) before any job runs, so the queue is empty.
         return WriterThread, (self.max_jobs,)
 
-    def put(self, job: Callable[[], None], *, needs_success: bool = False) -> None:
+    def put(self, job: Callable[[], None], *, takes_slot: bool = True) -> None:
         """Append a job to the queue.
 
-        With `needs_success`, the job is skipped if the latest ordinary job failed.
+        A job that holds no memory, such as a removal, needs no slot.
         """
         if self._executor is None:
             # Python waits for this thread at exit, so all jobs of the queue run.
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
-        self._jobs.append(self._executor.submit(self._run, job, needs_success))
+        future = self._executor.submit(self._run, job)
+        self._jobs.append(future)
+        if takes_slot:
+            self._jobs_in_slots.append(future)
 
     def wait_for_slot(self, *, limit_s: float) -> bool:
         """Wait until the queue has room for another job, or return False when the time limit expires."""
-        num_to_finish = max(self.num_jobs + 1 - self.max_jobs, 0)
-        return not wait(self._jobs[:num_to_finish], limit_s).not_done
+        num_to_finish = max(self.num_in_slots + 1 - self.max_jobs, 0)
+        return not wait(self._jobs_in_slots[:num_to_finish], limit_s).not_done
 
     def wait(self, *, limit_s: float) -> bool:
         """Wait until all jobs are done, or return False when the time limit expires."""
@@ -66,6 +69,12 @@ class WriterThread:
         self._jobs = [job for job in self._jobs if not job.done()]
         return len(self._jobs)
 
+    @property
+    def num_in_slots(self) -> int:
+        """Number of running and waiting jobs that take a slot."""
+        self._jobs_in_slots = [job for job in self._jobs_in_slots if not job.done()]
+        return len(self._jobs_in_slots)
+
     def take_error(self) -> BaseException | None:
         """Return and clear the stored error, or return None if no job has failed."""
         error = self._error
@@ -74,17 +83,9 @@ class WriterThread:
             self._error = None
         return error
 
-    def _run(self, job: Callable[[], None], needs_success: bool) -> None:
-        if needs_success and self._has_failed:
-            return
+    def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
         except BaseException as error:
             if self._error is None:
                 self._error = error
-            has_failed = True
-        else:
-            has_failed = False
-        # The outcome of a job with `needs_success`, such as a removal, does not affect later jobs.
-        if not needs_success:
-            self._has_failed = has_failed

@@ -449,7 +449,9 @@ class Views:
             return False
 
         file = io.BytesIO(flat.numpy().tobytes())
-        self.seed, checkpoint, collected = torch.load(file, map_location="cpu", weights_only=True)
+        # The state may contain objects, such as hyper-parameters. The hosts trust each other, because
+        # `all_gather_object` in `_compare_replicas` also unpickles what other hosts send.
+        self.seed, checkpoint, collected = torch.load(file, map_location="cpu", weights_only=False)
         self._load(checkpoint, with_place=joins)
         self._logs.take(collected)
         self.committed = view.target

@@ -2,7 +2,10 @@
 
 import errno
 import os
+import stat
+import sys
 import zipfile
+from types import ModuleType
 from unittest import TestCase
 
 import pytest
@@ -113,6 +116,48 @@ def test_a_checkpoint_that_will_not_load_is_reported_when_it_is_saved(tmp_path):
         DurableCheckpointIO().save_checkpoint(
             {"hyper_parameters": {"a": Evil("a")}}, tmp_path / "own.ckpt"
         )
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
+@pytest.mark.parametrize("missing", ["class", "module"])
+@pytest.mark.filterwarnings("ignore:The checkpoint .* contains objects")
+def test_a_file_whose_classes_no_longer_exist_is_not_called_damaged(
+    tmp_path, monkeypatch, missing, ours
+):
+    module = ModuleType("configs_of_user")
+    module.Config = type("Config", (), {"__module__": module.__name__})
+    path = tmp_path / "old.ckpt"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        io = DurableCheckpointIO() if ours else TorchCheckpointIO()
+        io.save_checkpoint({"hyper_parameters": {"config": module.Config()}}, path)
+    if missing == "class":
+        del module.Config
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises((AttributeError, ImportError), match=r"'(Config|configs_of_user)'"):
+        DurableCheckpointIO().load_checkpoint(path, weights_only=False)
+
+
+def test_a_device_that_is_missing_is_not_called_damage(tmp_path):
+    path = tmp_path / "whole.ckpt"
+    cf.write_checkpoint(WHOLE, path)
+    with pytest.raises(RuntimeError, match="device_of_nobody"):
+        DurableCheckpointIO().load_checkpoint(path, map_location="device_of_nobody")
+
+
+def test_a_file_system_that_cannot_sync_directories_keeps_checkpoints(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def sync_of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_of_files)
+    for step in (1, 2):
+        cf.write_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
+    assert step_in(tmp_path / "last.ckpt") == 2
+    assert step_in(tmp_path / "last.previous.ckpt") == 1
 
 
 class Killed(BaseException):

@@ -228,6 +228,42 @@ def test_an_old_file_is_removed_only_after_the_new_one_is_written(tmp_path, monk
         io.teardown()
 
 
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
+def test_the_old_file_stays_if_the_new_one_has_failed_before_the_removal(
+    tmp_path, monkeypatch, in_background
+):
+    io = DurableCheckpointIO(in_background=in_background, on_error="warn")
+    io.save_checkpoint(checkpoint(1), tmp_path / "old.ckpt")
+    io._wait()
+    with monkeypatch.context() as patch:
+        fails_with(errno.ENOSPC, patch)
+        with pytest.warns(UserWarning, match="the disk is full"):
+            _replace(io, tmp_path / "old.ckpt", tmp_path / "new.ckpt")
+    assert os.listdir(tmp_path) == ["old.ckpt"]
+    io.save_checkpoint(checkpoint(3), tmp_path / "newer.ckpt")
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    io.teardown()
+    assert os.listdir(tmp_path) == ["newer.ckpt"]
+
+
+def _replace(io, old_path, new_path):
+    io.save_checkpoint(checkpoint(2), new_path)
+    io._wait()
+    io.remove_checkpoint(old_path)
+    io.teardown()
+
+
+def test_a_waiting_removal_takes_no_slot_of_a_checkpoint(tmp_path, gate):
+    io = DurableCheckpointIO(in_background=True, max_in_memory=2, timeout_s=0.2)
+    io.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    io.remove_checkpoint(tmp_path / "before_a.ckpt")
+    io.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")  # does not wait for the disk
+    gate.set()
+    io.timeout_s = 30
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+
+
 def test_the_strategy_uses_durable_checkpoints_unless_the_user_passes_another_plugin():
     assert isinstance(toy.trainer().strategy.checkpoint_io, DurableCheckpointIO)
     plugin = TorchCheckpointIO()

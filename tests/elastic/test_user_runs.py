@@ -38,6 +38,24 @@ def test_a_host_that_joins_in_the_middle_of_an_epoch_reads_its_shard_from_there(
     assert set(num_writers.values()) == {1}, num_writers
 
 
+class HasObjects(Net):
+    """Module with a hyper-parameter that is neither a tensor nor plain data."""
+
+    def __init__(self, folder: Path = Path("images")) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_host_joins_if_the_hyper_parameters_contain_objects(tmp_path: Path) -> None:
+    scene = UserScene(module=HasObjects, max_steps=8, hold_after=(4,))
+    run = UserHosts(tmp_path / "run", scene)
+    run.start("a")
+    run.wait("steps of a", run.has_made(4, "a"))
+    run.start("b")
+    run.finish("a", "b")
+    assert run.has_made(7, "a", "b", num_hosts=2)()
+
+
 @pytest.mark.slow
 def test_a_run_that_max_steps_ended_within_an_epoch_resumes_with_the_remaining_images(
     tmp_path: Path,
