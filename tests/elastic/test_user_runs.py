@@ -46,6 +46,7 @@ class HasObjects(Net):
         self.save_hyperparameters()
 
 
+@pytest.mark.slow
 def test_a_host_joins_if_the_hyper_parameters_contain_objects(tmp_path: Path) -> None:
     scene = UserScene(module=HasObjects, max_steps=8, hold_after=(4,))
     run = UserHosts(tmp_path / "run", scene)

@@ -12,7 +12,9 @@ RULE = "-" * 80
 
 # Line of a traceback. A traceback of another process may be part of an error's message.
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+, in .+$', re.MULTILINE)
-_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+# The separator keeps the package apart from a folder of the user whose name begins like the package's.
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+_LIBRARIES = (sysconfig.get_path("stdlib"), _PACKAGE, "<")
 _SHARED_MEMORY_IS_FULL = re.compile(
     r"(shared memory|/dev/shm|/torch_\d).*No space left|out of shared memory|signal(: | SIG)bus",
     re.IGNORECASE,

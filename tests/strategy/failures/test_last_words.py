@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.data.order import batch_size_per_rank
 from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.failures.error_summary import RULE, shared_memory_cure, summary_of
 from tests import toy
@@ -111,6 +112,14 @@ def test_the_error_of_a_forked_rank_is_its_own_and_not_the_parents():
         result
         == 'ValueError: label 7 is out of range\n  File "/home/me/train.py", line 8, in training_step'
     )
+
+
+def test_a_line_of_this_package_is_not_that_of_the_user():
+    """With `pip install -e`, the package does not lie in `site-packages`."""
+    with pytest.raises(ValueError, match="global_batch_size") as caught:
+        batch_size_per_rank(global_batch_size=3, world_size=2)
+    result = summary_of(caught.value)
+    assert result.endswith(", in test_a_line_of_this_package_is_not_that_of_the_user")
 
 
 def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monkeypatch):
