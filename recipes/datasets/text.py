@@ -196,15 +196,38 @@ class TextDataModule(pl.LightningDataModule):
         eval_batch_size_per_rank: int = 32,
     ) -> None:
         super().__init__()
-        least = dict.fromkeys(("vocab_size", "global_batch_size", "eval_batch_size_per_rank"), 1)
-        least["sequence_length"] = 3
-        values = locals()
-        for name, lowest in least.items():
+        for name, value, least, why in (
+            (
+                "sequence_length",
+                sequence_length,
+                3,
+                "a sequence has [CLS], [SEP] and at least one token. Set data.sequence_length=128",
+            ),
+            (
+                "vocab_size",
+                vocab_size,
+                1,
+                "every token needs an embedding. Set model.num_classes to the size of the vocabulary",
+            ),
+            (
+                "global_batch_size",
+                global_batch_size,
+                1,
+                "each step needs at least one sequence. Set global_batch_size=128",
+            ),
+            (
+                "eval_batch_size_per_rank",
+                eval_batch_size_per_rank,
+                1,
+                "each batch needs at least one sequence. Set data.eval_batch_size_per_rank=32",
+            ),
+        ):
+            require_whole(name, value, why, least=least)
+        if max_sequences is not None:
             require_whole(
-                name,
-                values[name],
-                f"the loaders cannot form batches otherwise. Set data.{name}={lowest} or more",
-                least=lowest,
+                "max_sequences",
+                max_sequences,
+                "training needs at least one sequence. Set data.max_sequences=null to use all",
             )
         require_seed(seed)
         if root is None and packing is None:

@@ -48,17 +48,27 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         std: Sequence[float],
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("global_batch_size", global_batch_size, 1),
-            ("eval_batch_size_per_rank", eval_batch_size_per_rank, 1),
-            ("num_batches_ahead", num_batches_ahead, 1),
+        for name, value, least, why in (
+            (
+                "global_batch_size",
+                global_batch_size,
+                1,
+                "each step needs at least one image. Set global_batch_size=128",
+            ),
+            (
+                "eval_batch_size_per_rank",
+                eval_batch_size_per_rank,
+                1,
+                "each batch needs at least one image. Set data.eval_batch_size_per_rank=128",
+            ),
+            (
+                "num_batches_ahead",
+                num_batches_ahead,
+                1,
+                "this number of batches is loaded ahead of training. Set data.num_batches_ahead=2",
+            ),
         ):
-            require_whole(
-                name,
-                value,
-                f"the loaders cannot form batches otherwise. Set data.{name}={least} or more",
-                least=least,
-            )
+            require_whole(name, value, why, least=least)
         require_seed(seed)
         if num_threads is not None:
             require_whole(

@@ -74,17 +74,28 @@ class ImageNetDataModule(ImageDataModule):
             mean=mean,
             std=std,
         )
-        for name, value, least in (
-            ("num_classes", num_classes, 1),
-            ("image_size", image_size, 1),
-            ("max_corrupt_images", max_corrupt_images, 0),
+        for name, value, least, why in (
+            (
+                "num_classes",
+                num_classes,
+                1,
+                "each class has a folder. Set data.num_classes to the number of class folders",
+            ),
+            (
+                "image_size",
+                image_size,
+                1,
+                "images are cropped to this height and width in pixels. Set data.image_size=224",
+            ),
+            (
+                "max_corrupt_images",
+                max_corrupt_images,
+                0,
+                "at most this number of unreadable images is replaced. Set "
+                "data.max_corrupt_images=0 to replace none",
+            ),
         ):
-            require_whole(
-                name,
-                value,
-                f"the dataset cannot be loaded otherwise. Set data.{name}={least} or more",
-                least=least,
-            )
+            require_whole(name, value, why, least=least)
         self.decoder = decoder or default_decoder()
         check_decoder(self.decoder)
         self.train_crop = TrainCrop(

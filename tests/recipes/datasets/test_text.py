@@ -157,6 +157,22 @@ def test_validation_hides_the_same_tokens_each_time_and_reads_each_sequence_once
     assert sum(len(tokens) for (tokens, _), _ in loader) == len(data.splits["val"])
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"seed": -1}, r"`seed` \(=-1\) .* random number generators accept no other seeds"),
+        ({"sequence_length": 2}, r"`sequence_length` \(=2\) .* at least one token"),
+        ({"max_sequences": 0}, r"`max_sequences` \(=0\) .* at least one sequence"),
+        ({"max_sequences": -5}, r"`max_sequences` \(=-5\) .* at least one sequence"),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_out_of_range_is_refused_with_its_own_reason(option, message, tmp_path):
+    valid = {"sequence_length": 16, "vocab_size": 300, "global_batch_size": 8, "seed": 0}
+    with pytest.raises(ValueError, match=message):
+        TextDataModule(root=None, packing=packing(tmp_path, tmp_path / "out"), **valid | option)
+
+
 def test_a_vocabulary_that_the_network_does_not_know_is_refused(packed):
     with pytest.raises(
         ValueError, match=r"`model.num_classes` \(=60\) must be at least the vocabulary size of"

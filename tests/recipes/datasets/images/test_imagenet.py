@@ -49,6 +49,20 @@ def test_batches_are_uint8_channels_last_with_the_labels_of_their_folders(root):
     assert [label for _, labels in batches for label in labels.tolist()] == classes
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"seed": -1}, r"`seed` \(=-1\) .* random number generators accept no other seeds"),
+        ({"num_threads": -1}, r"`num_threads` \(=-1\) .* threads loads the images"),
+        ({"max_corrupt_images": -1}, r"`max_corrupt_images` \(=-1\) .* images is replaced"),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_out_of_range_is_refused_with_its_own_reason(option, message, root):
+    with pytest.raises(ValueError, match=message):
+        module_of(root, **option)
+
+
 def test_evaluation_reads_every_image_once(root):
     module = module_of(root)
     for loader in (module.val_dataloader(), module.test_dataloader()):
