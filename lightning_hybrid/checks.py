@@ -103,11 +103,13 @@ def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str 
     Traceback (most recent call last):
     ValueError: `num_nodes` (=1.5) must be an integer, 1 or more: nodes are counted.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "an integer"
-        if unit:
-            kind = f"a whole number of {unit}"
-        raise ValueError(f"`{name}` (={value!r:.80}) must be {kind}, {least} or more: {why}.")
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and value >= least:
+        return
+    kind = "an integer"
+    if unit:
+        kind = f"a whole number of {unit}"
+    raise ValueError(f"`{name}` (={value!r:.80}) must be {kind}, {least} or more: {why}.")
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:
