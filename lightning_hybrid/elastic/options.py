@@ -128,10 +128,14 @@ def resolved(meeting_points: Sequence[str]) -> list[str]:
 
 
 def warn_of_loopback(option: ElasticOptions, addresses: Sequence[str]) -> None:
-    """Warn if `meet` contains only loopback addresses, which other machines cannot reach."""
-    if option.max_hosts > 1 and all(address.startswith("127.") for address in addresses):
+    """Warn if `meet` contains a loopback address, which other machines cannot reach.
+
+    Some systems resolve a host's own name to 127.0.1.1. The host would then listen only on this address.
+    """
+    loopback = [address for address in addresses if address.startswith("127.")]
+    if option.max_hosts > 1 and loopback:
         rank_zero_warn(
-            f"`meet` (={','.join(option.meeting_points)}) contains only addresses of this machine, so a host on "
-            "another machine would train alone. Set addresses that other machines can reach, unless all "
-            f"{option.max_hosts} hosts run on this machine."
+            f"`meet` (={','.join(option.meeting_points)}) contains addresses that only this machine can reach "
+            f"({', '.join(loopback)}), so a host on another machine would train alone. Set IP addresses that other "
+            f"machines can reach, unless all {option.max_hosts} hosts run on this machine."
         )

@@ -15,6 +15,7 @@ from lightning_hybrid import HybridElasticStrategy
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from lightning_hybrid.elastic import host_changes
 from lightning_hybrid.elastic.membership import membership
+from lightning_hybrid.elastic.options import ElasticOptions, resolved, warn_of_loopback
 from lightning_hybrid.run_status import run_status
 from tests import toy
 from tests.elastic.user_runs import Net, Numbered
@@ -71,7 +72,7 @@ def assert_same_weights(weights: dict[str, Any], expected: dict[str, Any]) -> No
 
 def fit_alone(**scene: Any) -> list[list[int]]:
     """Fit on this host, and return the images of its batches."""
-    fit(module=KeepsImages, warns=True, **scene)  # warns about addresses of this machine only
+    fit(module=KeepsImages, warns=True, **scene)  # warns about addresses of this machine
     return KeepsImages.kept
 
 
@@ -287,11 +288,19 @@ def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
     assert "`auroc` (BinaryAUROC)" in texts[0]
 
 
-def test_addresses_of_this_machine_alone_are_named() -> None:
+def test_addresses_that_only_this_machine_can_reach_are_named() -> None:
+    warning = "contains addresses that only this machine can reach"
     seen = fit(module=Net, train=shuffled, warns=True, **elastic(2))
-    assert any("contains only addresses of this machine" in text for text in seen.warnings)
+    assert any(warning in text for text in seen.warnings)
     seen = fit(module=Net, train=shuffled, warns=True, **elastic(1))
-    assert not any("contains only addresses of this machine" in text for text in seen.warnings)
+    assert not any(warning in text for text in seen.warnings)
+
+
+def test_a_host_whose_own_name_is_a_loopback_address_is_warned() -> None:
+    """Debian resolves the name of a host to 127.0.1.1 on this host, and to its IP address on all others."""
+    option = ElasticOptions(max_hosts=2, meet="127.0.1.1:29400,10.0.0.2:29400")
+    with pytest.warns(UserWarning, match=r"only this machine can reach \(127\.0\.1\.1:29400\)"):
+        warn_of_loopback(option, resolved(option.meeting_points))
 
 
 def test_a_name_that_no_server_knows_is_an_error_that_names_the_option() -> None:
