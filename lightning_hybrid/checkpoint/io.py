@@ -92,7 +92,7 @@ class DurableCheckpointIOMixin(_Base):
         self._thread = WriterThread(max_in_memory)
         self._copies: list[HostCopies] = []
         self._is_inspected = False
-        # Whether the latest write has failed, in the background thread or not.
+        # Whether the latest write has failed. While a write is in progress, the attribute is True.
         self._has_failed = False
 
     def save_checkpoint(

@@ -281,12 +281,14 @@ def _set_training(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 @contextmanager
 def without_logging(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Disable `self.log` of LightningModules, and updates of metrics, within a context."""
+    """Disable `self.log` of LightningModules, and updates of metrics, within a context.
+
+    Each module must occur only once in `modules`.
+    """
     metric_type: Any = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     module_types = lightning_types("pytorch.LightningModule")
     replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    # Each module only once, so that the attributes are restored to their original values.
-    for module in dict.fromkeys(modules):
+    for module in modules:
         names: tuple[str, ...] = ()
         if isinstance(module, module_types):
             names = ("log", "log_dict")

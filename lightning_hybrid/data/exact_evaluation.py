@@ -294,7 +294,8 @@ class _ExactIterator(Iterator[Any]):
         self._loader = loader
         self._batches: Iterator[Any] | None = None
         self._num_given = 0
-        self._num_collectives_at_start = 0  # that the watch had counted before the first batch
+        # Number of collectives before the user's first step with this loader.
+        self._num_collectives_before_first_step = 0
         self._is_over = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -306,12 +307,14 @@ class _ExactIterator(Iterator[Any]):
         loader = self._loader
         if self._batches is None:
             self._batches = iter(loader._batches)
-            self._num_collectives_at_start = loader._watch.num_collectives()
+            self._num_collectives_before_first_step = loader._watch.num_collectives()
         self._num_given += 1
         if self._num_given == 2:
             # Once Lightning has the first batch of a loader, it reduces the values logged for the previous loader.
             num_before_step = loader._watch.num_before_step()
-            self._num_collectives_at_start = max(self._num_collectives_at_start, num_before_step)
+            self._num_collectives_before_first_step = max(
+                self._num_collectives_before_first_step, num_before_step
+            )
         if self._num_given < loader._share.num_batches:
             return next(self._batches)
 
@@ -328,7 +331,7 @@ class _ExactIterator(Iterator[Any]):
         """
         share = self._loader._share
         watch = self._loader._watch
-        is_padded = watch.num_collectives() > self._num_collectives_at_start
+        is_padded = watch.num_collectives() > self._num_collectives_before_first_step
         if is_padded:
             watch.note_padding(share)
         if not share.is_short:

@@ -169,6 +169,28 @@ def test_models_trained_one_after_another_are_freed(two_ranks, precision):
             assert toy.same_bits(weights[0], weights[2])
 
 
+def engines_while_one_rank_holds_a_model():
+    """Count the engines after each setup. Rank zero releases the first model earlier than rank one."""
+    fabric = fabric_of()
+    held = fabric.setup_module(Net())
+    if dist.get_rank() == 0:
+        held = None
+    gc.collect()
+    second = fabric.setup_module(Net())
+    counts = [len(fabric.strategy._engines)]
+    held = None
+    gc.collect()
+    third = fabric.setup_module(Net())
+    counts.append(len(fabric.strategy._engines))
+    assert second is not third  # and both are still alive
+    return counts
+
+
+def test_an_engine_stays_open_until_no_rank_holds_its_model(two_ranks):
+    for rank, counts in enumerate(two_ranks.run(play, engines_while_one_rank_holds_a_model)):
+        assert counts == [2, 2], f"rank {rank}"
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 

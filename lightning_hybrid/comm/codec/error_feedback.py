@@ -127,9 +127,8 @@ class ErrorFeedback:
         self._is_leader = is_leader
         self._step = FeedbackStep()
         self._buckets: dict[int, BucketFeedback] = {}
-        self._retired: list[
-            Residual
-        ] = []  # residuals of buckets whose layout or split rule has changed
+        # Residuals of buckets whose layout or split rule has changed.
+        self._retired: list[Residual] = []
         # Residual of the node from `load`, until the next reduction.
         self._loaded: Tensor | None = None
         self._num_sums = 0

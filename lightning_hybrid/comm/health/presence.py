@@ -113,9 +113,8 @@ class Presence:
         self._status = status
         self._wait = wait
         self._num_answered = 0
-        self._num_questions_while_waiting = (
-            0  # number of questions by any rank since this rank began to wait
-        )
+        # Number of questions by any rank since this rank began to wait.
+        self._num_questions_while_waiting = 0
 
     def answer(self) -> None:
         """Answer all new status requests, by writing this rank's status to the store."""

@@ -197,13 +197,10 @@ class Watchdog:
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     self._fail_with_error_of_all()
                     return
-                if (
-                    not has_answered
-                    and self._give_up_after_s is not None
-                    and not self._ended.is_set()
-                ):
+                gives_up_at_all = self._give_up_after_s is not None
+                if gives_up_at_all and not has_answered and not self._ended.is_set():
                     self._presence.answer()
-                    self._ask_if_stalled(stalled_s, give_up_after_s=self._give_up_after_s)
+                    self._ask_if_stalled(stalled_s)
                 num_unanswered = 0
             except Exception as error:
                 num_unanswered += 1
@@ -227,9 +224,10 @@ class Watchdog:
             f"error: {short(error)}).{places_of([0, self._rank], self._hosts)}"
         )
 
-    def _ask_if_stalled(self, stalled_s: float, *, give_up_after_s: float) -> None:
+    def _ask_if_stalled(self, stalled_s: float) -> None:
         """Ask all ranks for their status if this rank has waited too long, and fail if it has to give up."""
-        gives_up = stalled_s > give_up_after_s
+        assert self._give_up_after_s is not None
+        gives_up = stalled_s > self._give_up_after_s
         if not gives_up and not self._presence.is_time_to_ask(stalled_s):
             return
 

@@ -100,3 +100,9 @@ def test_more_than_the_set_has_is_refused():
         EvalLoader(numbered(3), world_size=4, rank=0, batch_size_per_rank=8, normalize=AS_STORED)
     with pytest.raises(ValueError, match=r"`global_batch_size` \(=1258\) must be at most"):
         DigitsDataModule(global_batch_size=NUM_TRAIN + 1, seed=0)
+
+
+def test_a_negative_seed_is_refused():
+    message = r"`seed` \(=-1\) must be an integer, 0 or more: random number generators accept"
+    with pytest.raises(ValueError, match=message):
+        DigitsDataModule(global_batch_size=8, seed=-1)

@@ -53,7 +53,7 @@ def test_batches_are_uint8_channels_last_with_the_labels_of_their_folders(root):
     ("option", "message"),
     [
         ({"seed": -1}, r"`seed` \(=-1\) .* random number generators accept no other seeds"),
-        ({"num_threads": -1}, r"`num_threads` \(=-1\) .*images are decoded in threads"),
+        ({"num_threads": 0}, r"`num_threads` \(=0\) .*images are decoded in threads"),
         ({"max_corrupt_images": -1}, r"`max_corrupt_images` \(=-1\) .* images is replaced"),
     ],
     ids=str,
