@@ -172,13 +172,13 @@ def test_models_trained_one_after_another_are_freed(two_ranks, precision):
 def engines_while_one_rank_holds_a_model():
     """Count the engines after each setup. Rank zero releases the first model earlier than rank one."""
     fabric = fabric_of()
-    held = fabric.setup_module(Net())
+    held = [fabric.setup_module(Net())]
     if dist.get_rank() == 0:
-        held = None
+        held.clear()
     gc.collect()
     second = fabric.setup_module(Net())
     counts = [len(fabric.strategy._engines)]
-    held = None
+    held.clear()
     gc.collect()
     third = fabric.setup_module(Net())
     counts.append(len(fabric.strategy._engines))
